@@ -34,7 +34,7 @@ from ._engine.overlap import groups_of, overlap
 from ._engine.rows import int_table, words
 from ._engine.tensor_checks import as_host_tensor
 from ._engine.torch_copies import device_notes, to_device
-from ._state.shared_memory import shared_memory_error, sharing_memory
+from ._state.shared_memory import share_no_memory, shared_memory_error, sharing_memory
 from ._state.tensor_table import ON_HOST, PLAIN_TYPES, TensorReads, device_number, read_tensors
 from ._state.watch import Watch, changed_meanwhile, watch_values
 from ._storage.open_storage import checkpoint_path
@@ -111,8 +111,9 @@ def _read_as_they_are(tensors: dict[str, torch.Tensor]) -> TensorReads | None:
     if not set(map(_DTYPE_OF, values)).issubset(SAFETENSORS_DTYPES.values()):
         return None
     reads = read_tensors(values)
-    as_they_are = reads.ready.count(ON_HOST) == len(values) and _C.are_dense_and_apart(reads.table)
-    return reads if as_they_are else None
+    if reads.ready.count(ON_HOST) != len(values) or _C.not_contiguous(reads.table):
+        return None
+    return reads if share_no_memory(list(tensors), reads) else None
 
 
 def _check_tensors(tensors: object) -> None:

@@ -19,14 +19,6 @@ namespace {
 
 // --- Tensors
 
-py::bytes tensor_table(const py::list& tensors, const py::tuple& plain_types, const py::dict& dtype_codes,
-                       const py::function& row_in_python) {
-  TensorReader reader(plain_types, dtype_codes, row_in_python);
-  reader.reserve(tensors.size());
-  for (const py::handle tensor : tensors) reader.add(tensor);
-  return bytes_of(reader.words());
-}
-
 // --- Items
 
 py::bytes pack_inventory(const py::list& names, const std::vector<py::bytes>& rows, int64_t node) {
@@ -38,23 +30,14 @@ py::bytes pack_inventory(const py::list& names, const std::vector<py::bytes>& ro
   return bytes_of(bytes);
 }
 
-// (for each of the first tensors the inventory's row of it as a whole, for each the row of a table of sources). Equal
-// rows are one object; None for a tensor of a dtype that no checkpoint can hold.
-py::tuple rows_of_tensors(const py::bytes& table, const py::bytes& requires_grad) {
+// For each of the first tensors the inventory's row of it as a whole; empty for a dtype that no checkpoint can hold.
+std::vector<py::bytes> rows_of_tensors(const py::bytes& table, const py::bytes& requires_grad) {
   const Table words(table);
-  const state::TensorRows found = state::rows_of_tensors(state::TensorTable(words.values()), view(requires_grad));
-  std::vector<py::bytes> distinct;
-  for (const std::vector<int64_t>& row : found.distinct) distinct.push_back(bytes_of(row));
-  py::list rows(found.numbers.size()), sources(found.numbers.size());
-  const auto* source = reinterpret_cast<const char*>(found.sources.data());
-  for (size_t i = 0, at = 0; i < rows.size(); ++i) {
-    const uint32_t number = found.numbers[i];
-    const size_t words = 2 + static_cast<size_t>(found.sources[at + 1]);
-    rows[i] = number == state::TensorRows::kNoRow ? py::object(py::none()) : distinct[number];
-    sources[i] = py::bytes(source + at * sizeof(int64_t), words * sizeof(int64_t));
-    at += words;
+  std::vector<py::bytes> rows;
+  for (const auto& row : state::rows_of_tensors(state::TensorTable(words.values()), view(requires_grad))) {
+    rows.push_back(bytes_of(row));
   }
-  return py::make_tuple(rows, sources);
+  return rows;
 }
 
 // (inventory, table of sources) of a state of whole tensors, in the order of the names, and of objects, whose positions
@@ -93,11 +76,6 @@ class HeldState {
   const state::Inventory items_;
   const state::StateTables tables_;
 };
-
-template <auto make>
-py::bytes made_table(const HeldState& state, const py::buffer& rows) {
-  return bytes_of(make(state.tables(), Table(rows).values()));
-}
 
 py::tuple copy_table(const HeldState& state, const py::buffer& rows) {
   const state::CopyTable table = state::make_copy_table(state.tables(), Table(rows).values());
@@ -160,8 +138,6 @@ py::bytes fingerprint_of(const py::buffer& data, uint32_t item_bytes, const std:
 }  // namespace
 
 void bind_tensors(py::module_& module) {
-  module.def("tensor_table", &tensor_table, py::arg("tensors"), py::arg("plain_types"), py::arg("dtype_codes"),
-             py::arg("row_in_python"));
   module.def(
       "same_shapes",
       [](const py::bytes& left, const py::bytes& right) {
@@ -179,16 +155,16 @@ void bind_tensors(py::module_& module) {
   module.def("inventory_of_tensors", &inventory_of_tensors, py::arg("names"), py::arg("table"),
              py::arg("requires_grad"), py::arg("objects"), py::arg("node"));
   module.def("rows_of_tensors", &rows_of_tensors, py::arg("table"), py::arg("requires_grad"));
-  module.def(
-      "are_dense_and_apart",
-      [](const py::bytes& table) { return state::are_dense_and_apart(state::TensorTable(Table(table).values())); },
-      py::arg("table"), "whether each tensor is contiguous, in memory of its own");
   module.def("pack_inventory", &pack_inventory, py::arg("names"), py::arg("rows"), py::arg("node") = 0);
   py::class_<HeldState>(module, "State")
       .def(py::init<const py::bytes&, const py::buffer&, const py::buffer&, const py::bytes&>(), py::arg("inventory"),
            py::arg("sources"), py::arg("tensors"), py::arg("ready"))
-      .def("write_table", &made_table<&state::make_write_table>, py::arg("local_plan"))
-      .def("ready_rows", &made_table<&state::ready_rows>, py::arg("local_plan"))
+      .def(
+          "ready_rows",
+          [](const HeldState& state, const py::buffer& rows) {
+            return bytes_of(state::ready_rows(state.tables(), Table(rows).values()));
+          },
+          py::arg("local_plan"))
       .def("copy_table", &copy_table, py::arg("local_plan"),
            "a write table of rows wherever they are, and their devices")
       .def(

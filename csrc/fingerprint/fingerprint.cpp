@@ -86,12 +86,9 @@ struct Part {
 Value of_part(const Chunk& chunk, uint64_t begin, uint64_t end, std::vector<std::byte>& buffer) {
   Sum total;
   const io::Box& box = chunk.box;
-  const auto add_from_memory = [&](uint64_t at, int64_t memory, uint64_t bytes) {
-    total.add(chunk.memory + memory, bytes, at);
-  };
-  const bool scattered = box.memory_run_bytes() < std::min(kShortRun, box.run_bytes());
-  if (!scattered) {
-    box.runs_in_memory(begin, end, add_from_memory);
+  if (box.memory_run_bytes() >= std::min(kShortRun, box.run_bytes())) {
+    box.runs_in_memory(
+        begin, end, [&](uint64_t at, int64_t memory, uint64_t bytes) { total.add(chunk.memory + memory, bytes, at); });
     return total.total();
   }
   buffer.resize(kGatherBytes);
@@ -105,19 +102,16 @@ Value of_part(const Chunk& chunk, uint64_t begin, uint64_t end, std::vector<std:
   return total.total();
 }
 
-struct ItemChunk {
-  uint32_t item;
-  int64_t device;  // -1: host memory
-  Chunk chunk;
-};
-
 struct ChunksOfItems {
   std::vector<uint32_t> items;
   std::vector<Chunk> chunks;
 };
 
-// Returns the chunks in memory that the engine may read; `rest` gets the items of others.
-std::vector<ItemChunk> readable_chunks(const state::StateTables& state, std::vector<uint32_t>& rest) {
+// Returns the chunks that the host (device -1) or the kernel of a device in `streams` reads, by their devices. `rest`
+// gets the items of others.
+std::map<int64_t, ChunksOfItems> chunks_by_device(const state::StateTables& state,
+                                                  const std::map<int, device::StreamHandle>& streams,
+                                                  std::vector<uint32_t>& rest) {
   std::vector<uint32_t> items;
   std::vector<int64_t> whole;  // rows of a local plan
   for (uint32_t number = 0; number < state.inventory.size(); ++number) {
@@ -132,8 +126,7 @@ std::vector<ItemChunk> readable_chunks(const state::StateTables& state, std::vec
   }
   const state::CopyTable table = state::make_copy_table(state, whole);
   io::TableCursor cursor(table.rows);
-  std::vector<ItemChunk> found;
-  found.reserve(items.size());
+  std::map<int64_t, ChunksOfItems> found;
   for (size_t i = 0; i < items.size(); ++i) {
     const state::Item item = state.inventory[items[i]];
     const uint32_t item_bytes = format::dtypes()[cursor.dtype()].item_bytes;
@@ -141,19 +134,19 @@ std::vector<ItemChunk> readable_chunks(const state::StateTables& state, std::vec
     const uint64_t dims = cursor.size();
     cursor.take(dims);  // the sizes, which are the item's
     const io::Box box(item_bytes, item.shape, item.offset, item.size, cursor.take(dims));
-    found.push_back({items[i], table.devices[i], {box, memory}});
     cursor.next_row();
+    const int64_t device = table.devices[i];
+    if (device >= 0 && !(streams.contains(static_cast<int>(device)) && is_for_kernel(box))) {
+      rest.push_back(items[i]);
+      continue;
+    }
+    found[device].items.push_back(items[i]);
+    found[device].chunks.push_back({box, memory});
   }
   return found;
 }
 
 }  // namespace
-
-Value of_bytes(const std::byte* data, uint64_t bytes, uint64_t offset) {
-  Sum total;
-  total.add(data, bytes, offset);
-  return total.total();
-}
 
 std::vector<Value> of_chunks(std::span<const Chunk> chunks, unsigned threads) {
   std::vector<Part> parts;
@@ -182,17 +175,8 @@ std::vector<Value> of_chunks(std::span<const Chunk> chunks, unsigned threads) {
 ItemValues of_items(const state::StateTables& state, unsigned threads, device::DeviceRuntime* runtime,
                     const std::map<int, device::StreamHandle>& streams) {
   ItemValues result{std::vector<Value>(state.inventory.size()), {}};
-  std::map<int64_t, ChunksOfItems> places;
-  for (auto& [item, device, chunk] : readable_chunks(state, result.rest)) {
-    const bool has_stream = runtime != nullptr && streams.contains(static_cast<int>(device));
-    if (device >= 0 && !(has_stream && is_for_kernel(chunk.box))) {
-      result.rest.push_back(item);
-      continue;
-    }
-    places[device].items.push_back(item);
-    places[device].chunks.push_back(std::move(chunk));
-  }
-  for (const auto& [device, held] : places) {
+  const std::map<int, device::StreamHandle> none;
+  for (const auto& [device, held] : chunks_by_device(state, runtime == nullptr ? none : streams, result.rest)) {
     std::optional<std::vector<Value>> found;
     if (device < 0) {
       found = of_chunks(held.chunks, threads);

@@ -24,9 +24,6 @@
 
 namespace vescale_ckpt::fingerprint {
 
-// Returns the fingerprint of bytes that begin at an offset in a tensor, whose other bytes are 0.
-Value of_bytes(const std::byte* data, uint64_t bytes, uint64_t offset);
-
 // A chunk of a tensor. `box`: the chunk in the whole tensor, and where its elements are in `memory`, of the host or a
 // device.
 struct Chunk {

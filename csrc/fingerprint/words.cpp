@@ -15,18 +15,6 @@ using field::reduced;
 using field::shifted;
 using field::sum;
 
-using Words = Value (*)(const std::byte*, uint64_t);
-
-Words choose() {
-#if defined(__x86_64__)
-  if (detail::have_ifma()) return detail::words_ifma;
-  if (detail::have_avx2()) return detail::words_avx2;
-#endif
-  return detail::words_portable;
-}
-
-const Words kWords = choose();
-
 // Two reads that fit registers: a copy of 6 bytes through memory would wait for the store, ten times as long.
 uint64_t word_at(const std::byte* data) {
   uint32_t low = 0;
@@ -39,7 +27,11 @@ uint64_t word_at(const std::byte* data) {
 }  // namespace
 
 Value of_words(const std::byte* data, uint64_t words) {
-  return kWords(data, words);
+#if defined(__x86_64__)
+  static const bool kHaveIfma = detail::have_ifma();
+  if (kHaveIfma) return detail::words_ifma(data, words);
+#endif
+  return detail::words_portable(data, words);
 }
 
 namespace detail {
@@ -56,99 +48,29 @@ Value words_portable(const std::byte* data, uint64_t words) {
 }
 
 #if defined(__x86_64__)
-bool have_avx2() {
-  return __builtin_cpu_supports("avx2");
-}
-
 bool have_ifma() {
   return __builtin_cpu_supports("avx512ifma") && __builtin_cpu_supports("avx512vbmi");
 }
 
 namespace {
 
-// Vector kernels take half a block: their tables of powers leave half of the fastest cache to the data.
+// Half a block at a time: the table of powers leaves half of the fastest cache to the data.
 constexpr uint64_t kHalfWords = kBlockWords / 2, kHalfBytes = kHalfWords * kWordBytes;
 
-// Limbs of the powers, each in 64 bits.
-using Limbs = std::array<uint64_t, kHalfWords>;
-template <unsigned kBits, unsigned kCount>
-constexpr std::array<Limbs, kCount> make_limbs() {
-  std::array<Limbs, kCount> limbs{};
-  for (size_t limb = 0; limb < kCount; ++limb) {
+// Limbs of 43 bits of the powers, each in 64 bits.
+using Limbs = std::array<std::array<uint64_t, kHalfWords>, 3>;
+constexpr Limbs make_limbs() {
+  Limbs limbs{};
+  for (size_t limb = 0; limb < limbs.size(); ++limb) {
     for (size_t i = 0; i < kHalfWords; ++i) {
-      limbs[limb][i] = static_cast<uint64_t>(kPowers[i] >> (limb * kBits)) & ((uint64_t{1} << kBits) - 1);
+      limbs[limb][i] = static_cast<uint64_t>(kPowers[i] >> (43 * limb)) & ((uint64_t{1} << 43) - 1);
     }
   }
   return limbs;
 }
-alignas(64) constexpr std::array<Limbs, 3> kLimbs43 = make_limbs<43, 3>();
-alignas(64) constexpr std::array<Limbs, 4> kLimbs32 = make_limbs<32, 4>();
+alignas(64) constexpr Limbs kLimbs = make_limbs();
 
 constexpr size_t kAhead = 1024;  // bytes that are asked for before they are used
-
-Value of_halves(Value first, Value second) {
-  return sum(first, product(kPowers[kHalfWords], second));
-}
-
-template <Words kHalf>
-Value in_halves(const std::byte* data, uint64_t words) {
-  if (words <= kHalfWords) return kHalf(data, words);
-  const Value first = kHalf(data, kHalfWords);  // memory is read in order, which takes half the time
-  return of_halves(first, kHalf(data + kHalfBytes, words - kHalfWords));
-}
-
-// Adds what is left behind the whole steps of a vector kernel.
-Value with_rest(Value total, const std::byte* data, uint64_t done, uint64_t words) {
-  for (; done < words; ++done, data += kWordBytes) total = sum(total, product(kPowers[done], word_at(data)));
-  return total;
-}
-
-__attribute__((target("avx2"))) Value sum_of_lanes(__m256i lanes) {
-  alignas(32) std::array<uint64_t, 4> each;
-  _mm256_store_si256(reinterpret_cast<__m256i*>(each.data()), lanes);
-  return Value{each[0]} + each[1] + each[2] + each[3];
-}
-
-// Less than 2^90.
-__attribute__((target("avx2"))) Value sum_of_limb(__m256i lows, __m256i highs) {
-  return sum_of_lanes(lows) + (sum_of_lanes(highs) << 24);
-}
-
-__attribute__((target("avx2"))) __m128i load_16(const std::byte* data) {
-  return _mm_loadu_si128(reinterpret_cast<const __m128i*>(data));
-}
-
-__attribute__((target("avx2"), always_inline)) inline void add_products(const __m256i& low, const __m256i& high,
-                                                                        const uint64_t* limbs, __m256i& lows,
-                                                                        __m256i& highs) {
-  const __m256i powers = _mm256_load_si256(reinterpret_cast<const __m256i*>(limbs));
-  lows = _mm256_add_epi64(lows, _mm256_mul_epu32(low, powers));
-  highs = _mm256_add_epi64(highs, _mm256_mul_epu32(high, powers));
-}
-
-// Products of half a word, 24 bits, and 32 bits of a power: 128 of them add up to less than 2^63.
-__attribute__((target("avx2"))) Value half_avx2(const std::byte* data, uint64_t words) {
-  constexpr uint64_t kStep = 4;
-  // From the two words at the begin of the lower lane, and at the end of the upper one, to a number of 64 bits each.
-  const __m256i lower = _mm256_setr_epi8(0, 1, 2, -1, -1, -1, -1, -1, 6, 7, 8, -1, -1, -1, -1, -1,  //
-                                         4, 5, 6, -1, -1, -1, -1, -1, 10, 11, 12, -1, -1, -1, -1, -1);
-  const __m256i upper = _mm256_setr_epi8(3, 4, 5, -1, -1, -1, -1, -1, 9, 10, 11, -1, -1, -1, -1, -1,  //
-                                         7, 8, 9, -1, -1, -1, -1, -1, 13, 14, 15, -1, -1, -1, -1, -1);
-  __m256i low0{}, low1{}, low2{}, low3{}, high0{}, high1{}, high2{}, high3{};
-  uint64_t i = 0;
-  for (; i + kStep <= words; i += kStep, data += kStep * kWordBytes) {
-    _mm_prefetch(reinterpret_cast<const char*>(data) + kAhead, _MM_HINT_T0);
-    const __m256i bytes = _mm256_inserti128_si256(_mm256_castsi128_si256(load_16(data)), load_16(data + 8), 1);
-    const __m256i low = _mm256_shuffle_epi8(bytes, lower), high = _mm256_shuffle_epi8(bytes, upper);
-    add_products(low, high, kLimbs32[0].data() + i, low0, high0);
-    add_products(low, high, kLimbs32[1].data() + i, low1, high1);
-    add_products(low, high, kLimbs32[2].data() + i, low2, high2);
-    add_products(low, high, kLimbs32[3].data() + i, low3, high3);
-  }
-  const Value bottom =
-      sum_of_limb(low0, high0) + (sum_of_limb(low1, high1) << 32) + shifted(sum_of_limb(low2, high2), 64);
-  return with_rest(sum(reduced(bottom), shifted(sum_of_limb(low3, high3), 96)), data, i, words);
-}
 
 // For each of eight numbers of 64 bits, its 6 bytes among 48.
 constexpr std::array<uint8_t, 64> make_spread() {
@@ -173,9 +95,9 @@ VESCALE_CKPT_IFMA VESCALE_CKPT_INLINE __m512i eight_words(const std::byte* data)
 }
 
 VESCALE_CKPT_IFMA VESCALE_CKPT_INLINE void add_words(__m512i words, uint64_t first, IfmaSums& sums) {
-  const __m512i powers0 = _mm512_load_si512(kLimbs43[0].data() + first);
-  const __m512i powers1 = _mm512_load_si512(kLimbs43[1].data() + first);
-  const __m512i powers2 = _mm512_load_si512(kLimbs43[2].data() + first);
+  const __m512i powers0 = _mm512_load_si512(kLimbs[0].data() + first);
+  const __m512i powers1 = _mm512_load_si512(kLimbs[1].data() + first);
+  const __m512i powers2 = _mm512_load_si512(kLimbs[2].data() + first);
   sums.low0 = _mm512_madd52lo_epu64(sums.low0, words, powers0);
   sums.high0 = _mm512_madd52hi_epu64(sums.high0, words, powers0);
   sums.low1 = _mm512_madd52lo_epu64(sums.low1, words, powers1);
@@ -204,7 +126,13 @@ VESCALE_CKPT_IFMA Value half_ifma(const std::byte* data, uint64_t words) {
     _mm_prefetch(reinterpret_cast<const char*>(data) + kAhead, _MM_HINT_T0);
     add_words(eight_words(data), i, sums);
   }
-  return with_rest(total_of(sums), data, i, words);
+  Value total = total_of(sums);
+  for (; i < words; ++i, data += kWordBytes) total = sum(total, product(kPowers[i], word_at(data)));
+  return total;
+}
+
+Value of_halves(Value first, Value second) {
+  return sum(first, product(kPowers[kHalfWords], second));
 }
 
 // Both halves at once, so that powers are read once, and more products are independent. Data are asked for in order,
@@ -224,12 +152,11 @@ VESCALE_CKPT_IFMA Value block_ifma(const std::byte* data) {
 
 }  // namespace
 
-Value words_avx2(const std::byte* data, uint64_t words) {
-  return in_halves<half_avx2>(data, words);
-}
-
 Value words_ifma(const std::byte* data, uint64_t words) {
-  return words == kBlockWords ? block_ifma(data) : in_halves<half_ifma>(data, words);
+  if (words == kBlockWords) return block_ifma(data);
+  if (words <= kHalfWords) return half_ifma(data, words);
+  const Value first = half_ifma(data, kHalfWords);  // memory is read in order, which takes half the time
+  return of_halves(first, half_ifma(data + kHalfBytes, words - kHalfWords));
 }
 #endif
 

@@ -30,8 +30,6 @@ Value of_words(const std::byte* data, uint64_t words);
 namespace detail {  // each implementation alone, for tests
 Value words_portable(const std::byte* data, uint64_t words);
 #if defined(__x86_64__)
-bool have_avx2();
-Value words_avx2(const std::byte* data, uint64_t words);
 bool have_ifma();
 Value words_ifma(const std::byte* data, uint64_t words);
 #endif

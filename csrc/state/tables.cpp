@@ -57,16 +57,14 @@ class LocalChunk {
     device_ = static_cast<int64_t>(ready) - kOnDevice;
     readable_ = ready != kNotReady && tensor_.dtype >= 0 &&
                 tensor_.device == (device_ < 0 ? kHostDevice : cuda_device(device_));
-    usable_ = readable_ && ready == kOnHost;
   }
 
-  void expect_usable() const { expect(usable_); }
-  void expect_readable() const { expect(readable_); }
-
+  // Whether the engine or a snapshot may read it.
+  bool is_readable() const { return readable_; }
   std::span<const int64_t> chunk() const { return chunk_; }
   std::span<const int64_t> strides() const { return tensor_.strides; }
   int64_t dtype() const { return tensor_.dtype; }
-  int64_t device() const { return device_; }  // -1: host memory
+  int64_t device() const { return device_; }  // -1: host memory, if it is readable
 
   // Narrows dimension `dim` to `length` indices of the chunk from `start` on.
   void narrow(size_t dim, int64_t start, int64_t length) {
@@ -107,53 +105,18 @@ class LocalChunk {
   }
 
  private:
-  void expect(bool in_place) const {
-    if (!in_place) malformed("a tensor is not in memory that the engine can use", row_);
-  }
-
   int64_t row_;
   LocalTensor tensor_{};
   std::span<const int64_t> chunk_, offset_;
   int64_t device_ = -1;
-  bool usable_ = false;    // whether the engine may use it
-  bool readable_ = false;  // whether the engine or a snapshot may read it
-  int64_t first_ = 0;      // first element, counted from the tensor's first
+  bool readable_ = false;
+  int64_t first_ = 0;  // first element, counted from the tensor's first
   bool empty_ = false;
 };
 
 bool is_object(const StateTables& state, int64_t item) {
   return item >= 0 && static_cast<uint64_t>(item) < state.inventory.size() &&
          state.inventory[static_cast<size_t>(item)].kind == ItemKind::object;
-}
-
-// Makes rows of a write table from rows of a local plan; without `devices` only those in host memory.
-void add_rows(const StateTables& state, std::span<const int64_t> local_plan, std::vector<int64_t>& table,
-              std::vector<int64_t>* devices) {
-  if (local_plan.size() % kLocalPlanRow != 0) malformed("a local plan is malformed");
-  for (size_t at = 0; at < local_plan.size(); at += kLocalPlanRow) {
-    const auto row = static_cast<int64_t>(at / kLocalPlanRow);
-    const int64_t item = local_plan[at], dim = local_plan[at + 1], start = local_plan[at + 2],
-                  length = local_plan[at + 3];
-    if (is_object(state, item)) continue;
-    LocalChunk local(state, item, row);
-    devices == nullptr ? local.expect_usable() : local.expect_readable();
-    const size_t dims = local.chunk().size();
-    if (dim < -1 || dim >= static_cast<int64_t>(dims)) malformed("no such dimension", row);
-    if (local.dtype() != state.inventory[static_cast<size_t>(item)].dtype) {
-      malformed("a tensor is not of its item's dtype", row);
-    }
-    for (size_t i = 0; i < dims; ++i) {
-      const bool cut = static_cast<int64_t>(i) == dim;
-      local.narrow(i, cut ? start : 0, cut ? length : local.chunk()[i]);
-    }
-    table.push_back(local.dtype());
-    table.push_back(local.address());
-    table.push_back(static_cast<int64_t>(dims));
-    append(table, local.chunk());
-    if (dim >= 0) table[table.size() - dims + static_cast<size_t>(dim)] = length;
-    append(table, local.strides());
-    if (devices != nullptr) devices->push_back(local.device() < 0 ? -1 : local.device());
-  }
 }
 
 // Makes a table of rows: a head, whose last word is the number of dimensions n and word `item_at` an item, then n sizes
@@ -181,7 +144,7 @@ FillTable fill_table(const StateTables& state, std::span<const int64_t> rows, si
     append(table, boxes.first(3 * dims));
     table.push_back(local.address());
     append(table, local.strides());
-    made.copies.devices.push_back(local.device() < 0 ? -1 : local.device());
+    made.copies.devices.push_back(local.device());
   }
   return made;
 }
@@ -235,23 +198,6 @@ std::vector<size_t> not_contiguous(const TensorTable& tensors) {
     if (tensor.device < 0 || !format::contiguous(tensor.shape, tensor.strides)) found.push_back(i);
   }
   return found;
-}
-
-bool are_dense_and_apart(const TensorTable& tensors) {
-  std::vector<Area> areas;
-  areas.reserve(tensors.size());
-  for (size_t number = 0; number < tensors.size(); ++number) {
-    const LocalTensor tensor = tensors[number];
-    if (tensor.device < 0 || tensor.dtype < 0 || !format::contiguous(tensor.shape, tensor.strides)) return false;
-    const uint64_t bytes = format::tensor_bytes(format::dtypes()[static_cast<size_t>(tensor.dtype)], tensor.shape);
-    if (bytes != 0) {
-      areas.push_back({tensor.device, tensor.address, tensor.address + static_cast<int64_t>(bytes), number});
-    }
-  }
-  std::ranges::sort(areas, {}, [](const Area& area) { return std::pair(area.device, area.begin); });
-  return std::ranges::adjacent_find(areas, [](const Area& area, const Area& next) {
-           return area.device == next.device && next.begin < area.end;
-         }) == areas.end();
 }
 
 bool has_memory(const LocalTensor& tensor, bool with_cuda) {
@@ -350,19 +296,36 @@ std::vector<std::vector<size_t>> items_that_share_memory(const StateTables& stat
   return groups;
 }
 
-std::vector<int64_t> make_write_table(const StateTables& state, std::span<const int64_t> local_plan) {
-  std::vector<int64_t> table;
-  table.reserve(local_plan.size() * 2);
-  add_rows(state, local_plan, table, nullptr);
-  return table;
-}
-
 CopyTable make_copy_table(const StateTables& state, std::span<const int64_t> local_plan) {
-  CopyTable table;
-  table.rows.reserve(local_plan.size() * 2);
-  table.devices.reserve(local_plan.size() / kLocalPlanRow);
-  add_rows(state, local_plan, table.rows, &table.devices);
-  return table;
+  if (local_plan.size() % kLocalPlanRow != 0) malformed("a local plan is malformed");
+  CopyTable made;
+  made.rows.reserve(local_plan.size() * 2);
+  made.devices.reserve(local_plan.size() / kLocalPlanRow);
+  for (size_t at = 0; at < local_plan.size(); at += kLocalPlanRow) {
+    const auto row = static_cast<int64_t>(at / kLocalPlanRow);
+    const int64_t item = local_plan[at], dim = local_plan[at + 1], start = local_plan[at + 2],
+                  length = local_plan[at + 3];
+    if (is_object(state, item)) continue;
+    LocalChunk local(state, item, row);
+    if (!local.is_readable()) malformed("a tensor is not in memory that the engine can use", row);
+    const size_t dims = local.chunk().size();
+    if (dim < -1 || dim >= static_cast<int64_t>(dims)) malformed("no such dimension", row);
+    if (local.dtype() != state.inventory[static_cast<size_t>(item)].dtype) {
+      malformed("a tensor is not of its item's dtype", row);
+    }
+    for (size_t i = 0; i < dims; ++i) {
+      const bool cut = static_cast<int64_t>(i) == dim;
+      local.narrow(i, cut ? start : 0, cut ? length : local.chunk()[i]);
+    }
+    made.rows.push_back(local.dtype());
+    made.rows.push_back(local.address());
+    made.rows.push_back(static_cast<int64_t>(dims));
+    append(made.rows, local.chunk());
+    if (dim >= 0) made.rows[made.rows.size() - dims + static_cast<size_t>(dim)] = length;
+    append(made.rows, local.strides());
+    made.devices.push_back(local.device());
+  }
+  return made;
 }
 
 std::vector<uint8_t> ready_rows(const StateTables& state, std::span<const int64_t> local_plan) {
@@ -447,22 +410,13 @@ std::optional<DescribedState> describe_state(std::span<const std::string> names,
   return DescribedState{builder.pack(node), std::move(sources)};
 }
 
-TensorRows rows_of_tensors(const TensorTable& tensors, std::span<const std::byte> requires_grad) {
+std::vector<std::vector<int64_t>> rows_of_tensors(const TensorTable& tensors,
+                                                  std::span<const std::byte> requires_grad) {
   if (requires_grad.size() > tensors.size()) throw Error::invalid("more flags than tensors");
-  TensorRows rows;
-  NumberedStrings known;
-  std::vector<int64_t> row;
-  for (size_t i = 0; i < requires_grad.size(); ++i) {
+  std::vector<std::vector<int64_t>> rows(requires_grad.size());
+  for (size_t i = 0; i < rows.size(); ++i) {
     const LocalTensor tensor = tensors[i];
-    add_source(static_cast<int64_t>(i), tensor.shape.size(), rows.sources);
-    if (tensor.dtype < 0) {
-      rows.numbers.push_back(TensorRows::kNoRow);
-      continue;
-    }
-    pack_row(item_of(tensor, requires_grad[i], {}), row);
-    const auto [number, is_new] = known.add({reinterpret_cast<const char*>(row.data()), row.size() * sizeof row[0]});
-    if (is_new) rows.distinct.push_back(row);
-    rows.numbers.push_back(number);
+    if (tensor.dtype >= 0) pack_row(item_of(tensor, requires_grad[i], {}), rows[i]);
   }
   return rows;
 }

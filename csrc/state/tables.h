@@ -63,26 +63,15 @@ std::optional<DescribedState> describe_state(std::span<const std::string> names,
                                              std::span<const std::byte> requires_grad, std::span<const size_t> objects,
                                              int64_t node);
 
-// The first tensors of a table as items without names.
-struct TensorRows {
-  static constexpr uint32_t kNoRow = UINT32_MAX;  // the dtype cannot be stored
-
-  std::vector<std::vector<int64_t>> distinct;  // rows of an inventory
-  std::vector<uint32_t> numbers;               // for each tensor, the index of its row
-  std::vector<int64_t> sources;                // a table with a row for each tensor
-};
-
-// Describes as many tensors as there are flags in `requires_grad`.
-TensorRows rows_of_tensors(const TensorTable& tensors, std::span<const std::byte> requires_grad);
+// Returns the inventory's row of each of the first tensors as a whole; empty if its dtype cannot be stored. There are
+// as many as flags in `requires_grad`.
+std::vector<std::vector<int64_t>> rows_of_tensors(const TensorTable& tensors, std::span<const std::byte> requires_grad);
 
 // Whether two tables hold tensors of the same dtypes and shapes, at any addresses.
 bool same_shapes(const TensorTable& left, const TensorTable& right);
 
 // Returns the indices of tensors that are not contiguous, or have no plain memory, so that this is unknown.
 std::vector<size_t> not_contiguous(const TensorTable& tensors);
-
-// Whether each tensor has memory and is contiguous, and no two tensors overlap.
-bool are_dense_and_apart(const TensorTable& tensors);
 
 // Whether a tensor is in host memory or, with `with_cuda`, in the memory of a CUDA device.
 bool has_memory(const LocalTensor& tensor, bool with_cuda);
@@ -111,13 +100,10 @@ struct StateTables {
 // inventory.
 std::vector<std::vector<size_t>> items_that_share_memory(const StateTables& state);
 
-// Makes the engine's write table (write/writer.h) from rows of a local plan: item, dim, start, length. Dim -1
-// means the whole chunk; any other dim means `length` indices along it. Objects have no row. Throws Error (invalid,
-// row) for a part that is not in memory or leaves its tensor.
-std::vector<int64_t> make_write_table(const StateTables& state, std::span<const int64_t> local_plan);
-
-// Makes the same for a snapshot (stage/snapshot.h) of tensors in host memory and on devices, and the device of each row
-// (-1: host memory).
+// Makes the table of a write (write/writer.h) or a snapshot (stage/snapshot.h) from rows of a local plan: item, dim,
+// start, length; and the device of each of its rows (-1: host memory, where alone a write reads). Dim -1 means the
+// whole chunk; any other dim means `length` indices along it. Objects have no row. Throws Error (invalid, row) for a
+// part that is not in memory or leaves its tensor.
 struct CopyTable {
   std::vector<int64_t> rows, devices;
 };

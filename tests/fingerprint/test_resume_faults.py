@@ -3,6 +3,8 @@ asynchronous snapshot in test_runs.py."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,8 @@ State = dict[str, Any]
 
 
 class Tied(torch.nn.Module):
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(seed)
         self.embed, self.head = torch.nn.Embedding(8, 4), torch.nn.Linear(4, 8, bias=False)
         self.head.weight = self.embed.weight
 
@@ -41,6 +42,15 @@ def _trained(model: torch.nn.Module, inputs: torch.Tensor) -> State:
     return {"model": model, "optimizer": optimizer, "schedule": schedule, "random": PerRank(RandomState())}
 
 
+def _resumed(path: Path, make: Callable[[], torch.nn.Module], inputs: torch.Tensor) -> State:
+    """The state of another training, into which that of the first one was loaded and proved."""
+    vescale_ckpt.save(path, _trained(make(), inputs), fingerprint=True)
+    state = _trained(make(), inputs)
+    vescale_ckpt.load(path, state)
+    assert vescale_ckpt.prove(path, state)
+    return state
+
+
 def _different(path: Path, state: State) -> list[str]:
     with pytest.raises(StateDiffersError) as caught:
         vescale_ckpt.prove(path, state)
@@ -49,32 +59,21 @@ def _different(path: Path, state: State) -> list[str]:
 
 
 def test_a_tied_weight_that_is_untied(tmp_path: Path) -> None:
-    tokens = torch.arange(8)
-    vescale_ckpt.save(tmp_path / "a", _trained(Tied(), tokens), fingerprint=True)
-    model = Tied(seed=1)
-    state = _trained(model, tokens)
-    vescale_ckpt.load(tmp_path / "a", state)
-    assert vescale_ckpt.prove(tmp_path / "a", state)
-    model.head.weight = torch.nn.Parameter(torch.zeros(8, 4))  # of code that finds it missing, and initialises it
+    state = _resumed(tmp_path / "a", Tied, torch.arange(8))
+    # As code that finds it missing, and initialises it.
+    state["model"].head.weight = torch.nn.Parameter(torch.zeros(8, 4))
     assert _different(tmp_path / "a", state) == ["model.head.weight"]
 
 
 def test_a_rate_that_the_schedule_sets_again_after_the_load(tmp_path: Path) -> None:
-    inputs = torch.ones(2, 3)
-    vescale_ckpt.save(tmp_path / "a", _trained(torch.nn.Linear(3, 2), inputs), fingerprint=True)
-    state = _trained(torch.nn.Linear(3, 2), inputs)
-    vescale_ckpt.load(tmp_path / "a", state)
+    state = _resumed(tmp_path / "a", partial(torch.nn.Linear, 3, 2), torch.ones(2, 3))
     state["optimizer"].param_groups[0]["lr"] = state["schedule"].base_lrs[0]
     (key,) = _different(tmp_path / "a", state)
     assert key.startswith("optimizer.") and key.endswith("lr")
 
 
 def test_random_states_that_are_not_restored(tmp_path: Path) -> None:
-    inputs = torch.ones(2, 3)
-    vescale_ckpt.save(tmp_path / "a", _trained(torch.nn.Linear(3, 2), inputs), fingerprint=True)
-    state = _trained(torch.nn.Linear(3, 2), inputs)
-    vescale_ckpt.load(tmp_path / "a", state)
-    assert vescale_ckpt.prove(tmp_path / "a", state)
+    state = _resumed(tmp_path / "a", partial(torch.nn.Linear, 3, 2), torch.ones(2, 3))
     torch.manual_seed(0)  # a framework seeds all when training begins
     assert _different(tmp_path / "a", state) == ["random.rank_0_of_1"]
 

@@ -67,21 +67,6 @@ def test_a_manager_logs_one_fingerprint_a_save(tmp_path: Path) -> None:
     assert not manager.prove and manager.fingerprint
 
 
-def test_the_log_is_that_of_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
-    from vescale_ckpt._observe import lines
-
-    monkeypatch.setenv("VESCALE_CKPT_LOG", "info")
-    monkeypatch.setattr(lines, "_handler", None)
-    before = list(lines.logger.handlers), lines.logger.level, lines.logger.propagate
-    try:
-        with CheckpointManager(tmp_path, fingerprint=True) as manager:
-            manager.save(1, {"w": torch.ones(3)})
-    finally:
-        lines.logger.handlers[:], lines.logger.propagate = before[0], before[2]
-        lines.logger.setLevel(before[1])
-    assert "[rank 0] INFO step 1: fingerprint " in capfd.readouterr().err
-
-
 class Picky:
     """Has a state of its own, which a hook may change at the load."""
 

@@ -168,18 +168,6 @@ def test_a_small_object_cannot_take_all_memory(call: Reduced) -> None:
         objects.load(buffer.getvalue(), weights_only=True, key="key")
 
 
-@pytest.mark.parametrize("name", HARMLESS | CODE)  # of plain ones the bytes are torch's
-def test_torch_loads_what_we_dump(name: str) -> None:
-    value = (HARMLESS | CODE)[name]
-    loaded = torch.load(io.BytesIO(objects.dump(value, "key")), weights_only=False)
-    if isinstance(value, torch.Tensor):
-        assert torch.equal(loaded, value)
-    elif isinstance(value, numpy.ndarray):
-        assert repr(loaded) == repr(value)
-    else:
-        assert_same(loaded, value)
-
-
 @pytest.mark.parametrize("name", PLAIN | HARMLESS)
 def test_we_load_what_torch_saves(name: str) -> None:
     value = (PLAIN | HARMLESS)[name]
@@ -202,7 +190,8 @@ def test_what_needs_code_is_refused_by_name_unless_trusted(name: str, caplog: py
     with pytest.raises(UntrustedCheckpointError, match=r"some\.key.*weights_only") as raised:
         objects.load(data, weights_only=True, key="some.key")
     assert raised.value.key == "some.key"  # type: ignore[attr-defined]
-    assert objects.load(data, weights_only=False, key="some.key") is not None
+    loaded = objects.load(data, weights_only=False, key="some.key")  # by torch.load
+    assert repr(loaded) == repr(CODE[name]) if "array" in name else loaded == CODE[name]
 
 
 def test_a_key_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:

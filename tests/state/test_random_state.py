@@ -59,8 +59,3 @@ def test_another_number_of_ranks_gets_states_of_its_own(tmp_path: Path) -> None:
     assert of_three[2] not in saved
     assert run_ranks(3, _load, tmp_path) == of_three  # the new rank's seed is the same in every run
     assert run_ranks(1, _load, tmp_path) == saved[:1]
-
-
-def test_other_objects_still_need_a_function(tmp_path: Path) -> None:
-    assert PerRank(RandomState()).reshard is not None
-    assert PerRank([1]).reshard is None

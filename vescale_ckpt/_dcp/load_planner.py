@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -90,7 +90,9 @@ class LoadPlanner(DefaultLoadPlanner):
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         """DCP calls it first, on each rank, with the state to fill. Keeps the state; does not change its tensors."""
-        self._begin(metadata)
+        self._packed = None
+        self._index = metadata.index if isinstance(metadata, LazyMetadata) and self._packs() else None
+        self._per_rank = Restoring()
         flat: dict[str, Any] = state_dict
         mappings: dict[str, Path] = {}
         if self.flatten_state_dict:
@@ -109,15 +111,9 @@ class LoadPlanner(DefaultLoadPlanner):
             self.original_state_dict, self.state_dict, self.mappings = state_dict, flat, mappings
             self.metadata, self.is_coordinator = metadata, is_coordinator
         if metadata is not None:
-            self.state_dict = self._per_rank.unwrap(self.state_dict, lambda: self._stored_keys(metadata))
-
-    def _begin(self, metadata: Metadata | None) -> None:
-        self._packed = None
-        self._index = metadata.index if isinstance(metadata, LazyMetadata) and self._packs() else None
-        self._per_rank = Restoring()
-
-    def _stored_keys(self, metadata: Metadata) -> Iterable[str]:
-        return self._by_index(_C.Index.keys) or metadata.state_dict_metadata
+            self.state_dict = self._per_rank.unwrap(
+                self.state_dict, lambda: self._by_index(_C.Index.keys) or metadata.state_dict_metadata
+            )
 
     def _by_index(self, ask: Callable[[_C.Index], _Found | None]) -> _Found | None:
         """Returns what `ask` finds on the index. None without an index, and from now on if it is damaged: `.metadata`

@@ -33,6 +33,7 @@ from .._plan.local_plan import LocalPlan, cut
 from .._plan.planner import pack_paths
 from .._plan.read_plan import ReadRow, Reads
 from .._state.chunk_rows import ShardChunk, packed_row
+from .._state.chunks import Chunk
 from ..errors import CheckpointError
 
 
@@ -116,13 +117,19 @@ def _write_item(item: tuple[Any, ...], dim: int, start: int, length: int) -> Wri
         return WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO)
     if dim >= 0:
         offset, size = cut(offset, size, dim, start, length)
-    whole = kind == TENSOR and size == shape
+    chunk = Chunk(TENSOR if kind == TENSOR and size == shape else SHARD, requires_grad, offset, size)
+    return item_of_chunk(name, chunk, CODE_DTYPES[dtype], shape)
+
+
+def item_of_chunk(key: str, chunk: Chunk, dtype: torch.dtype, shape: tuple[int, ...]) -> WriteItem:
+    """DCP's item of a chunk of a tensor of that shape."""
+    offset, size = torch.Size(chunk.offset), torch.Size(chunk.size)
     return WriteItem(
-        index=MetadataIndex(name, offset),
-        type=WriteItemType.TENSOR if whole else WriteItemType.SHARD,
+        index=MetadataIndex(key, offset),
+        type=WriteItemType.TENSOR if chunk.kind == TENSOR else WriteItemType.SHARD,
         tensor_data=TensorWriteData(
-            chunk=ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(size)),
-            properties=TensorProperties(dtype=CODE_DTYPES[dtype], requires_grad=requires_grad),
+            chunk=ChunkStorageMetadata(offset, size),
+            properties=TensorProperties(dtype=dtype, requires_grad=chunk.requires_grad),
             size=torch.Size(shape),
         ),
     )

@@ -23,12 +23,13 @@ from .._engine.rows import int_table
 from .._engine.tensor_checks import as_host_tensor, is_plain_tensor
 from .._engine.torch_copies import device_notes
 from .._engine.wrapper_tensors import any_wrapper, map_inner
-from .._state.chunks import Chunks, chunks_to_write, items_of, tells_chunks
+from .._state.chunks import Chunks, chunks_to_write, tells_chunks
 from .._state.tensor_table import NOT_READY, device_number, read_tensors
 from .._state.watch import local_parts, watch_values
 from .._write import snapshot_budget
 from .._write.host_batches import write_table
 from ..errors import CheckpointError
+from .packed_lists import item_of_chunk
 
 _Path = tuple[Any, ...]  # where a tensor is in a state
 
@@ -46,7 +47,8 @@ class StagedChunks(torch.Tensor):
         return staged
 
     def __create_write_items__(self, key: str, value: object) -> list[WriteItem]:
-        return items_of(key, self.told)
+        chunks = zip(self.told.chunks, self.told.tensors, strict=True)
+        return [item_of_chunk(key, chunk, tensor.dtype, self.told.shape) for chunk, tensor in chunks]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         return self.told.at(index)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +14,9 @@ from .. import settings
 from .._engine import _C
 from .._engine.device_streams import producers
 from .._engine.dtype_codes import CODE_DTYPES
+from .._engine.gc import gc_paused
 from .._engine.options import threads_of
-from .._engine.rows import OBJECT, PLAN_ROW
+from .._engine.rows import NO_LIMIT, OBJECT, PLAN_ROW
 from .._engine.wrapper_tensors import is_wrapper, type_name
 from .._plan.planner import Planner
 from .._ranks.exchange import Exchange, calling
@@ -33,7 +33,6 @@ PRIME = (1 << 127) - 1
 VALUE_BYTES = DIGEST_BYTES  # a message has one value for each item, of tensors and objects alike
 
 _PARTS = 5  # of a rank's message
-_NEVER_SPLIT = 1 << 62
 _COPY_BYTES = 64 << 20  # of tensors that are copied to the host at a time
 
 
@@ -59,7 +58,7 @@ def fingerprint(
 
 def _take(state: Mapping[str, Any], exchange: Exchange) -> Fingerprint:
     steps = Steps(exchange, "taking a fingerprint")
-    held = steps.take(lambda: _describe(flat_values(state, exchange)))
+    held = steps.take(lambda: Planner(reuse_plans=False).describe_all(flat_values(state, exchange), None, ""))
     values = steps.take(lambda: _values(held)) if held is not None else None
 
     def message() -> tuple[bytes, ...]:
@@ -80,35 +79,23 @@ def flat_values(state: Mapping[str, Any], exchange: Exchange) -> dict[str, Any]:
         return Planner(reuse_plans=False).flatten(saved_form(state))[0]
 
 
-def _describe(values: dict[str, Any]) -> State:
-    return Planner(reuse_plans=False).describe_all(values, None, "")
-
-
 def _values(state: State) -> bytes:
     """The value of each item of the inventory: of a tensor its polynomial, of an object its digest."""
     devices = array("q", sorted(map(device_number, set(state.ready))))
     packed, rest = state.for_engine.fingerprints(threads_of(), producers(devices, torch.cuda.current_stream))
-    values = bytearray(packed)
-    for item in rest:
-        key, tensor = state.items[item][0], state.source(item)[0]
-        with _naming(key, tensor):
-            values[VALUE_BYTES * item : VALUE_BYTES * (item + 1)] = _value_in_python(state, item)
-    for item, (key, kind, *_) in enumerate(state.items):
-        if kind == OBJECT:
-            with _naming(key, state.objects[key]):
-                values[VALUE_BYTES * item : VALUE_BYTES * (item + 1)] = digest_of(state.objects[key])
+    values, kinds = bytearray(packed), _C.inventory_kinds(state.inventory)
+    objects = [item for item, kind in enumerate(kinds) if kind == OBJECT]
+    for item in (*rest, *objects):
+        key = state.names[item]
+        held = state.objects[key] if kinds[item] == OBJECT else state.source(item)[0]
+        try:
+            value = digest_of(held) if kinds[item] == OBJECT else _value_in_python(state, item)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(f"{key}: a {type(held).__name__} has no fingerprint: {error}", key=key) from error
+        values[VALUE_BYTES * item : VALUE_BYTES * (item + 1)] = value
     return bytes(values)
-
-
-@contextmanager
-def _naming(key: str, value: object) -> Iterator[None]:
-    """Names the key of a value whose fingerprint cannot be taken."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{key}: a {type(value).__name__} has no fingerprint: {error}", key=key) from error
 
 
 def _value_in_python(state: State, item: int) -> bytes:
@@ -124,22 +111,27 @@ def _value_in_python(state: State, item: int) -> bytes:
                 key=key,
             )
         return digest_of(tensor)  # of its inner tensors, which are what is saved
-    chunk = narrowed(tensor, start, size).reshape(size or (1,))
-    shape, offset, size = shape or (1,), offset or (0,), size or (1,)
-    rows = max(1, _COPY_BYTES // max(1, chunk[:1].numel() * chunk.itemsize))
-    total = 0
-    for first, part in zip(range(0, size[0], rows), torch.split(chunk, rows), strict=True):
-        data = bytes_of_elements(part.to("cpu")).numpy()
-        place = (offset[0] + first, *offset[1:])
-        total += _number(_C.fingerprint_of(data, part.itemsize, shape, place, tuple(part.shape), threads_of()))
+    total = _sum_on_host(narrowed(tensor, start, size), shape, offset)
     return (total % PRIME).to_bytes(VALUE_BYTES, "little")
 
 
+def _sum_on_host(chunk: torch.Tensor, shape: tuple[int, ...], offset: tuple[int, ...]) -> int:
+    """The value of a chunk, modulo `PRIME`, by copies of at most `_COPY_BYTES`."""
+    if chunk.nbytes > _COPY_BYTES:
+        dim = next(dim for dim, length in enumerate(chunk.shape) if length > 1)
+        halves = chunk.tensor_split(2, dim)
+        behind = (*offset[:dim], offset[dim] + halves[0].size(dim), *offset[dim + 1 :])
+        return _sum_on_host(halves[0], shape, offset) + _sum_on_host(halves[1], shape, behind)
+    data = bytes_of_elements(chunk.to("cpu")).numpy()
+    return _number(_C.fingerprint_of(data, chunk.itemsize, shape, offset, tuple(chunk.shape), threads_of()))
+
+
+@gc_paused()
 def _combine(gathered: Sequence[Sequence[bytes]]) -> bytes:
     """Adds up what the ranks hold: each chunk once, whichever ranks hold it."""
     inventories = [(head, rows, numbers, names) for head, rows, numbers, names, _ in gathered]
     values = [parts[4] for parts in gathered]
-    plan = _C.GlobalPlan(inventories, "lowest_rank", _NEVER_SPLIT, [_hashes(of_rank) for of_rank in values])
+    plan = _C.GlobalPlan(inventories, "lowest_rank", NO_LIMIT, [_hashes(of_rank) for of_rank in values])
     differing = {key: [one, other] for key, one, other in plan.differences}
     tensors: dict[str, list[Any]] = {}
     objects: dict[str, tuple[str, int]] = {}  # {key: digest, and the first rank that has the object}
@@ -164,6 +156,7 @@ def _hashes(values: bytes) -> bytes:
     return array("Q", [low or 1 for low in array("Q", values)[::2]]).tobytes()
 
 
+@gc_paused()
 def _parsed(content: bytes, inventory: bytes, values: bytes) -> Fingerprint:
     tensors, objects, differing = json.loads(content)
     of_tensors = {

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._engine import _C
-from .._engine.rows import OBJECT
-from ..errors import CheckpointError, CorruptCheckpointError
+from ..errors import CheckpointError, CorruptCheckpointError, some
 from ..reports import EXTRA_FILES
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ _OF_RANK = re.compile(r"(.+)\.rank_\d+_of_(\d+)", re.DOTALL)  # a key of `PerRan
 _BEGIN = re.compile(rb'\{"fingerprint":\d+,"tensors":')  # of the text, in every version
 _DIGITS = re.compile("[0-9a-f]{32}")
 _VERSION = 1  # of the text, and of how values are computed
+_Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset and size of a chunk in its tensor
 
 
 class TensorValue(NamedTuple):
@@ -36,21 +37,13 @@ class TensorValue(NamedTuple):
     value: int
 
 
-class ChunkValue(NamedTuple):
-    """A chunk that this rank holds."""
-
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
-    value: int
-
-
 @dataclass(frozen=True)
 class Difference:
     """How a key differs in two fingerprints, as text, and which of this rank's chunks differ: offsets and sizes. None:
     not known, because a fingerprint is from a file, or the chunks were cut elsewhere."""
 
     what: str
-    chunks: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] | None = None
+    chunks: tuple[_Box, ...] | None = None
 
     def __str__(self) -> str:
         if not self.chunks:
@@ -83,15 +76,13 @@ class Fingerprint:
         return hashlib.blake2b(self.to_bytes(), digest_size=16).hexdigest()
 
     @cached_property
-    def chunks(self) -> Mapping[str, tuple[ChunkValue, ...]]:
-        """What this rank holds of each tensor; empty if the fingerprint is from a file."""
-        found: dict[str, list[ChunkValue]] = {}
+    def _chunks(self) -> Mapping[str, dict[_Box, bytes]]:
+        """The values of the chunks that this rank holds of each key."""
+        found: dict[str, dict[_Box, bytes]] = {}
         items = _C.inventory_items(self.inventory) if self.inventory else []
-        for item, (key, kind, *_, offset, size) in enumerate(items):
-            if kind != OBJECT:
-                value = int.from_bytes(self.values[16 * item : 16 * (item + 1)], "little")
-                found.setdefault(key, []).append(ChunkValue(offset, size, value))
-        return {key: tuple(of_key) for key, of_key in found.items()}
+        for item, (key, *_, offset, size) in enumerate(items):
+            found.setdefault(key, {})[offset, size] = self.values[16 * item : 16 * (item + 1)]
+        return found
 
     def keys(self) -> set[str]:
         return {*self.tensors, *self.objects}
@@ -121,11 +112,10 @@ class Fingerprint:
             return Difference("another object" if kinds == {str} else "a tensor in one, an object in the other")
         if here[:2] != there[:2]:
             return Difference(f"{_described(here)} in the first, {_described(there)} in the second")
-        mine, others = self.chunks.get(key, ()), other.chunks.get(key, ())
-        if not mine or [chunk[:2] for chunk in mine] != [chunk[:2] for chunk in others]:
+        mine, others = self._chunks.get(key, {}), other._chunks.get(key, {})
+        if not mine or mine.keys() != others.keys():
             return Difference("other values")
-        pairs = zip(mine, others, strict=True)
-        return Difference("other values", tuple((a.offset, a.size) for a, b in pairs if a.value != b.value))
+        return Difference("other values", tuple(box for box, value in mine.items() if value != others[box]))
 
     def _value(self, key: str) -> TensorValue | str | None:
         return self.tensors.get(key) or self.objects.get(key)
@@ -187,6 +177,32 @@ def not_comparable(a: Fingerprint, b: Fingerprint) -> set[str]:
     in_both = {name for name, _ in sizes[0]} & {name for name, _ in sizes[1]}
     apart = in_both - {name for name, _ in sizes[0] & sizes[1]}
     return {match[0] for found in matches for match in found if match[1] in apart}
+
+
+class Trail:
+    """Compares each save of a training with the one before it, and finds a copy that is saved again and again."""
+
+    def __init__(self) -> None:
+        self._last: tuple[int, dict[str, TensorValue]] | None = None
+
+    def note(self, step: int, taken: Fingerprint) -> str | None:
+        """Notes the fingerprint of a save. Returns a warning if all trained tensors equal those of the save before,
+        although the step has gone on; otherwise None."""
+        trained = {key: of for key, of in taken.tensors.items() if _is_trained(of)}
+        before, self._last = self._last, (step, trained)
+        if before is None or not trained or before[0] >= step or before[1] != trained:
+            return None
+        return (
+            f"step {step} has the same tensors as step {before[0]}, bit for bit: all {len(trained):,} parameters, "
+            f"moments and buffers of floating point ({some(sorted(trained), 3)}). Either the optimizer made no step in "
+            "between, or what is saved is a stale copy. Counters, random states and objects are not compared"
+        )
+
+
+def _is_trained(of: TensorValue) -> bool:
+    """Whether training changes a tensor. Random states are integers, and counters, such as Adam's `step`, one number:
+    they go on beside a stale copy."""
+    return of.dtype.startswith(("float", "bfloat", "complex")) and prod(of.shape) > 1
 
 
 def _tensor_value(dtype: str, shape: list[int], value: str) -> TensorValue:

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from .._engine import _C, torch_private
 from .._engine.tensor_checks import holds_any
@@ -24,14 +24,65 @@ from ..settings import Placement
 from . import replicas
 from .global_plan import NOT_KEPT, GlobalPlan, PlanAnswer, PlanRequest
 from .local_plan import LocalPlan
-from .plan_cache import MadeFor, PlanCache
 
 logger = logging.getLogger(__name__)
 
 _MOST_NAMED = 5  # keys in a message
+_MOST_PLANS = 4  # one planner may save so many forms of state in turn
 INSTEAD = "save the tensors that it is made of, or leave it out"
 #: Values under DCP's keys, and `State.paths` and `State.structure` of them.
 Flat = tuple[dict[str, Any], dict[str, Any] | None, str]
+
+
+class MadeFor(NamedTuple):
+    """What a local plan depends on. The coordinator of another group does not have the global plan."""
+
+    coordinates: bool  #: whether this rank coordinates
+    ranks: tuple[int, ...] | None  #: the group's ranks, as the default group numbers them; None: not known
+    inventory: bytes  #: the whole inventory, not a hash: it is compared byte by byte
+    structure: str  #: `Structure.pack`: what the paths leave out
+    paths: Mapping[str, Any] | None  #: path of each key in the state: DCP's planner_data
+
+
+_Plan = TypeVar("_Plan")
+
+
+class _LastPlans(dict[bytes, _Plan]):
+    """The last `_MOST_PLANS` plans by the id of the global plan, in the order of last use."""
+
+    def keep(self, plan_id: bytes, plan: _Plan) -> None:
+        self.pop(plan_id, None)
+        self[plan_id] = plan
+        while len(self) > _MOST_PLANS:
+            del self[next(iter(self))]
+
+
+class PlanCache:
+    """Local plans, and on the coordinator also global plans.
+
+    All ranks put a plan when they use it, and a look-up changes no order. So the coordinator keeps every global plan of
+    which some rank keeps its local plan.
+    """
+
+    def __init__(self) -> None:
+        self.local_plans = _LastPlans[tuple[MadeFor, PlanAnswer]]()  # each answer with its local plan
+        self.global_plans = _LastPlans[GlobalPlan]()
+        self._is_planning = False
+
+    def begin(self) -> None:
+        if self._is_planning:  # the last save failed while it planned, and ranks may have kept different plans
+            self.local_plans.clear()  # global plans stay, because other ranks may still name them
+        self._is_planning = True
+
+    def end(self) -> None:
+        """Notes that this rank has accepted its local plan."""
+        self._is_planning = False
+
+    def local_plan(self, made_for: MadeFor) -> PlanAnswer | None:
+        for made_then, kept in reversed(self.local_plans.values()):
+            if made_then == made_for and (not made_for.coordinates or kept.plan_id in self.global_plans):
+                return kept
+        return None
 
 
 class Planner:

@@ -58,7 +58,7 @@ def replica_sum(state: State, holders: bytes, on_devices: bool) -> int:
     factors = dict(rest)
     for item, value in _hashes(_tensors(state, factors, on_devices)):
         total += factors[item] * value
-    return _signed(total & _MASK)
+    return ((total + _SIGN) & _MASK) - _SIGN
 
 
 def warn(keys: dict[str, tuple[int, int]]) -> None:
@@ -164,8 +164,3 @@ def _factors() -> list[int]:
 @lru_cache
 def _packed_factors() -> bytes:
     return array("q", _factors()).tobytes()
-
-
-def _signed(value: int) -> int:
-    """The same 64 bits as a signed integer."""
-    return value - (1 << 64) if value & _SIGN else value

@@ -126,11 +126,7 @@ def _merit(pair: tuple[str, str], missing: Sequence[str], stored: Container[str]
     old, new = pair
     below = [key for key in missing if not old or key == old or key.startswith(f"{old}.")]
     hits = len(_hits(rename_function(dict([pair])), below, stored))
-    return hits if 2 * hits >= len(below) else 0, _in_common(old, new), -len(new)
-
-
-def _in_common(one: str, other: str) -> int:
-    return len({*one.split(".")} & {*other.split(".")})
+    return hits if 2 * hits >= len(below) else 0, len({*old.split(".")} & {*new.split(".")}), -len(new)
 
 
 def _hits(of: Callable[[str], str], missing: Iterable[str], stored: Container[str]) -> dict[str, str]:

@@ -9,7 +9,6 @@ count; torch before 2.14 does not know them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from .tensor_table import narrowed
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import MetadataIndex
-    from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+    from torch.distributed.checkpoint.planner import WriteItem
 
 _WRITE, _READ, _SHARD = "__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__"
 _SPMD_TYPE = "_local_type"  # spmd_types sets it: {axis of a mesh: type}
@@ -134,6 +133,9 @@ def _ask(key: str, value: Any, ask: Callable[[str, Any], Chunks | None]) -> Chun
 def _chunks_to_write(key: str, value: Any) -> Chunks | None:
     if not hasattr(value, _WRITE):
         return _chunks_of_fields(value)
+    from torch.distributed.checkpoint.planner import WriteItemType
+
+    kinds = {WriteItemType.TENSOR: TENSOR, WriteItemType.SHARD: SHARD}
     items: list[WriteItem] = value.__create_write_items__(key, value)
     found = Chunks(tuple(value.size()), [], [])
     for item in items:
@@ -142,7 +144,7 @@ def _chunks_to_write(key: str, value: Any) -> Chunks | None:
             return None
         found = found._replace(shape=tuple(data.size))
         chunk = Chunk(
-            _kinds()[item.type], data.properties.requires_grad, tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+            kinds[item.type], data.properties.requires_grad, tuple(data.chunk.offsets), tuple(data.chunk.sizes)
         )
         tensor = shard_at(value, item.index)
         if tensor.dtype != data.properties.dtype:
@@ -178,33 +180,6 @@ def _chunks_of_fields(value: Any) -> Chunks:
         found.chunks.append(Chunk(SHARD, value.requires_grad, tuple(offset), tuple(size)))
         found.tensors.append(_narrowed(value, local_offset, size))
     return found
-
-
-@cache
-def _kinds() -> dict[WriteItemType, int]:
-    from torch.distributed.checkpoint.planner import WriteItemType
-
-    return {WriteItemType.TENSOR: TENSOR, WriteItemType.SHARD: SHARD}
-
-
-def items_of(key: str, chunks: Chunks) -> list[WriteItem]:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem
-
-    size = torch.Size(chunks.shape)
-    kinds = {kind: of_dcp for of_dcp, kind in _kinds().items()}
-    return [
-        WriteItem(
-            index=MetadataIndex(key, torch.Size(chunk.offset)),
-            type=kinds[chunk.kind],
-            tensor_data=TensorWriteData(
-                chunk=ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.size)),
-                properties=TensorProperties(dtype=tensor.dtype, requires_grad=chunk.requires_grad),
-                size=size,
-            ),
-        )
-        for chunk, tensor in zip(chunks.chunks, chunks.tensors, strict=True)
-    ]
 
 
 def copy_protocol(source: torch.Tensor, target: torch.Tensor) -> None:

@@ -116,12 +116,10 @@ class _Flattening:
 
 def stays_whole(values: list[Any]) -> bool:
     """Whether a list is one value, not flattened."""
-    if _SCALARS.issuperset(map(type, values)):
-        return True
-    for value in values:
-        if isinstance(value, (torch.Tensor, Mapping, PerRank)) or (isinstance(value, list) and not stays_whole(value)):
-            return False
-    return True
+    return _SCALARS.issuperset(map(type, values)) or not any(
+        isinstance(value, (torch.Tensor, Mapping, PerRank)) or (isinstance(value, list) and not stays_whole(value))
+        for value in values
+    )
 
 
 def _duplicate(key: str) -> ValueError:

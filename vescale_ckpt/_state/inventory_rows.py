@@ -57,13 +57,14 @@ class _Making:
 
     def _add_plain(self) -> None:
         state, plain = self.state, self.groups.plain
-        rows, sources = _C.rows_of_tensors(state.table, state.requires_grad[: len(plain)])
-        for number, (position, row, source) in enumerate(zip(plain, rows, sources, strict=True)):
-            if row is not None:
-                self.items[position] = [(row, source)]
+        rows = _C.rows_of_tensors(state.table, state.requires_grad[: len(plain)])
+        for number, (position, row) in enumerate(zip(plain, rows, strict=True)):
+            tensor = state.tensors[number]
+            if row:
+                self.items[position] = [(row, _source(number, _offsets((0,) * tensor.dim())))]
                 continue
-            if not state.tensors[number].is_nested:  # nested tensors have no shape
-                dtype_code(state.tensors[number].dtype, self.groups.keys[position])  # raises
+            if not tensor.is_nested:  # nested tensors have no shape
+                dtype_code(tensor.dtype, self.groups.keys[position])  # raises
             self.other.append(position)
 
     def _add_dtensors(self) -> None:

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from .._engine import _C
 from .._engine.rows import OBJECT
 from .._engine.tensor_checks import is_plain_tensor, reach
 from ..errors import some
 
 if TYPE_CHECKING:
     from .state import State
+    from .tensor_table import TensorReads
 
 _Name = TypeVar("_Name", str, tuple[str, int])
 
@@ -46,6 +48,14 @@ def shared_names(state: State) -> dict[str, str]:
     return shared
 
 
+def share_no_memory(names: list[str], reads: TensorReads) -> bool:
+    """Whether no two of these tensors overlap, which must be ready. False for a dtype that cannot be stored, too."""
+    described = _C.inventory_of_tensors(names, reads.table, reads.requires_grad, [], 0)
+    if described is None:
+        return False
+    return not _C.State(*described, reads.table, reads.ready).items_that_share_memory()
+
+
 def empty_duplicates(state: State) -> set[str]:
     """Returns the keys of which this rank has only empty chunks, without the first key of each shape and dtype.
 
@@ -77,8 +87,8 @@ def sharing_memory(tensors: Mapping[_Name, torch.Tensor]) -> list[list[_Name]]:
     for name, tensor in tensors.items():
         if tensor.numel() != 0 and is_plain_tensor(tensor) and not tensor.is_meta:
             start = tensor.data_ptr()
-            length = tensor.nbytes if tensor.is_contiguous() else _range_bytes(tensor)
-            ranges.setdefault(tensor.device, []).append((start, start + length, name))
+            stop = start - int(tensor.storage_offset()) * tensor.itemsize + reach(tensor)
+            ranges.setdefault(tensor.device, []).append((start, stop, name))
     groups: list[list[_Name]] = []
     for of_device in ranges.values():
         end = 0
@@ -89,11 +99,6 @@ def sharing_memory(tensors: Mapping[_Name, torch.Tensor]) -> list[list[_Name]]:
                 groups.append([name])
             end = max(end, stop)
     return [group for group in groups if len(group) > 1]
-
-
-def _range_bytes(tensor: torch.Tensor) -> int:
-    """Returns the bytes from a tensor's first element to the end of its last."""
-    return reach(tensor) - int(tensor.storage_offset()) * tensor.itemsize
 
 
 def shared_memory_error(groups: Sequence[Sequence[str]]) -> RuntimeError:

@@ -15,7 +15,7 @@ from .._engine.torch_private import DTensorLayout, storage_identity
 from .._engine.torch_types import dtensor_type
 from .._engine.wrapper_tensors import is_wrapper
 from .chunks import Chunk, describes_itself
-from .tensor_table import ON_HOST, PLAIN_TYPES, tensor_table
+from .tensor_table import ON_HOST, PLAIN_TYPES, read_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -73,7 +73,7 @@ class State:
     """
 
     tensors: list[torch.Tensor]  #: local tensors; `table` is valid as long as they live unchanged
-    table: bytes  #: `tensor_table` of `tensors`
+    table: bytes  #: `TensorReads.table` of `tensors`
     ready: bytes  #: the flag of `TensorReads.ready` for each: whether the engine or a snapshot may use its memory
     # What is planned on
     inventory: bytes = b""  #: it has an item for each chunk of a tensor and each object, in the order of the keys
@@ -100,7 +100,8 @@ class State:
     @classmethod
     def of_new(cls, inventory: bytes, names: list[str], sources: bytes, tensors: list[torch.Tensor]) -> State:
         """New tensors in host memory for a load, all with one item each, which nothing else knows yet."""
-        return cls(tensors, tensor_table(tensors), bytes([ON_HOST]) * len(tensors), inventory, names, sources)
+        reads = read_tensors(tensors)
+        return cls(tensors, reads.table, reads.ready, inventory, names, sources)
 
     # --- From state to state
 

@@ -204,12 +204,9 @@ class OptimizerPart(Part):
             if numbered := self._stored_state(by_number, found, stored):
                 self.state.number()
                 own, of_parameters = by_number, numbered
-        self._know(own)
+        self._names = self.state.by_name(own)
+        self._had = {name for name, values in own["state"].items() if not is_nothing(values)}
         return of_parameters
-
-    def _know(self, form: Mapping[str, Any]) -> None:
-        self._names = self.state.by_name(form)
-        self._had = {name for name, values in form["state"].items() if not is_nothing(values)}
 
     def _stored_state(
         self, form: Mapping[str, Any], found: Mapping[str, str], stored: StoredEntries

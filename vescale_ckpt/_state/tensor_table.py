@@ -28,11 +28,6 @@ HOST_DEVICE = 1  #: DLPack's code
 NOT_READY, ON_HOST, ON_DEVICE = 0, 1, 2
 
 
-def tensor_table(tensors: list[torch.Tensor]) -> bytes:
-    """Returns the table of all `tensors`, read in one call. Raises for no kind of tensor."""
-    return _C.tensor_table(tensors, PLAIN_TYPES, DTYPE_CODES, tensor_row)
-
-
 def tensor_row(tensor: torch.Tensor) -> list[int]:
     """Returns the row of one tensor by torch's Python interface instead of DLPack."""
     try:
@@ -93,7 +88,7 @@ def _narrowed_wrapper(tensor: torch.Tensor, offset: Sequence[int], size: Sequenc
 class TensorReads:
     """The traits of tensors that planning and writing need."""
 
-    table: bytes  #: `tensor_table` of the tensors
+    table: bytes  #: of the tensors
     #: One flag for each tensor: whether its memory may be used directly. ON_HOST: the whole engine may use it (see
     #: `is_host_memory`). ON_DEVICE and above: it is memory of a CUDA device, which snapshots copy.
     ready: bytes
@@ -104,7 +99,7 @@ class TensorReads:
 
 
 def read_tensors(tensors: list[torch.Tensor]) -> TensorReads:
-    """Reads all tensors in one pass. Runs no Python code for a tensor in plain memory."""
+    """Reads all tensors in one pass. Runs no Python code for a tensor in plain memory. Raises for no kind of tensor."""
     table, ready, versions, requires_grad, storages, sizes = _C.tensor_reads(
         tensors, PLAIN_TYPES, DTYPE_CODES, tensor_row, copies_from_cuda, is_host_memory
     )

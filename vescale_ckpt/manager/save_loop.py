@@ -18,8 +18,7 @@ from .._checkpoint.native.step_order import path_of
 from .._collective.background import BackgroundQueue
 from .._collective.handle import SaveHandle
 from .._fingerprint.collect import fingerprint as take_fingerprint
-from .._fingerprint.fingerprint import Fingerprint, with_fingerprint
-from .._fingerprint.trail import Trail
+from .._fingerprint.fingerprint import Fingerprint, Trail, with_fingerprint
 from .._observe.listeners import Finished, tell
 from .._ranks.exchange import Exchange, digest
 from .._ranks.groups import place_in

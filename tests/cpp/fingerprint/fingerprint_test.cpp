@@ -71,7 +71,6 @@ void expect_as_portable(Value (*words_by)(const std::byte*, uint64_t)) {
 
 TEST(Fingerprint, ImplementationsAgree) {
 #if defined(__x86_64__)
-  if (detail::have_avx2()) expect_as_portable(detail::words_avx2);
   if (!detail::have_ifma()) GTEST_SKIP() << "this processor has no IFMA";
   expect_as_portable(detail::words_ifma);
 #endif
@@ -85,7 +84,7 @@ TEST(Fingerprint, IsTheSumOfItsPartsWhereverTheyAreCut) {
     Value total = 0;
     for (size_t begin = 0, end = 0; begin < data.size(); begin = end) {
       end = std::min<size_t>(data.size(), begin + 1 + random() % (round < 100 ? 8 : 3000));
-      total = sum(total, of_bytes(data.data() + begin, end - begin, begin));
+      total = sum(total, of_bytes(data.data() + begin, end - begin, static_cast<int64_t>(begin)));
     }
     EXPECT_EQ(total, whole);
   }
@@ -126,7 +125,11 @@ TEST(Fingerprint, OfLargeChunksIsComputedByAllThreads) {
   const std::vector<Chunk> chunks{{io::Box(1, size, zero, size, one), data.data()},
                                   {io::Box(1, zero, zero, zero, one), nullptr}};
   const std::vector<Value> values = of_chunks(chunks, 4);
-  EXPECT_EQ(values[0], of_bytes(data.data(), data.size(), 0));
+  Value whole = 0;
+  for (size_t at = 0; at < data.size(); at += 1 << 20) {
+    whole = sum(whole, of_bytes(data.data() + at, 1 << 20, static_cast<int64_t>(at)));
+  }
+  EXPECT_EQ(values[0], whole);
   EXPECT_EQ(values[1], Value{0});
 }
 

@@ -40,14 +40,19 @@ class Ranks {
   }
   state::InventoryBuilder& builder(size_t rank) { return builders_[rank]; }
 
-  GlobalPlan plan(const PlanOptions& options = {}) const {
+  std::vector<std::vector<std::byte>> packed() const {
     std::vector<std::vector<std::byte>> packed;
     for (size_t rank = 0; rank < count(); ++rank) {
       packed.push_back(builders_[rank].pack(static_cast<int64_t>(rank / ranks_a_node_)));
     }
+    return packed;
+  }
+  // `hashes`: of each rank's items.
+  GlobalPlan plan(const PlanOptions& options = {}, const std::vector<std::vector<uint64_t>>& hashes = {}) const {
+    const std::vector<std::vector<std::byte>> inventories = packed();
     std::vector<state::InventoryParts> views;
-    for (const std::vector<std::byte>& inventory : packed) views.push_back({inventory});
-    return GlobalPlan(views, options);
+    for (const std::vector<std::byte>& inventory : inventories) views.push_back({inventory});
+    return GlobalPlan(views, options, std::vector<std::span<const uint64_t>>(hashes.begin(), hashes.end()));
   }
 
  private:
@@ -64,9 +69,9 @@ class Ranks {
 };
 
 // What planning says is wrong with them.
-inline std::string refusal(const Ranks& ranks, const PlanOptions& options = {}) {
+inline std::string refusal(const Ranks& ranks) {
   try {
-    ranks.plan(options);
+    ranks.plan();
   } catch (const Error& error) {
     EXPECT_EQ(error.kind, Error::Kind::invalid);
     return error.what();

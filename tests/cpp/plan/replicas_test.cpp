@@ -30,19 +30,13 @@ struct Job {
 // Chunks of rows on ranks (0, 1) and (2, 3), a tensor on all, another on ranks 1 and 3, an object.
 Job job(const Hashes& hashes) {
   Ranks ranks(4);
-  std::vector<std::vector<std::byte>> packed;
-  std::vector<state::InventoryParts> views;
   for (size_t rank = 0; rank < 4; ++rank) {
     ranks.shard(rank, "rows", {4, 2}, {static_cast<int64_t>(rank / 2 * 2), 0}, {2, 2});
     ranks.tensor(rank, "all", {3});
     if (rank % 2 == 1) ranks.tensor(rank, "odd", {5});
     ranks.object(rank, "object");
-    packed.push_back(ranks.builder(rank).pack());
   }
-  for (const std::vector<std::byte>& inventory : packed) views.push_back({inventory});
-  const std::vector<std::span<const uint64_t>> of_ranks(hashes.begin(), hashes.end());
-  GlobalPlan plan(views, {}, of_ranks);
-  return {std::move(packed), std::move(plan)};
+  return {ranks.packed(), ranks.plan({}, hashes)};
 }
 
 const Hashes kEqual = {{7, 3, 0}, {7, 3, 5, 0}, {8, 3, 0}, {8, 3, 5, 0}};
@@ -79,19 +73,14 @@ TEST(Replicas, ThatDifferAreNamedWithTwoRanksAndNotComparedAgain) {
 TEST(Replicas, AreComparedHoweverManySetsOfRanksHoldThem) {
   constexpr size_t kPairs = 300;  // rank 0 holds a tensor with each of the others
   Ranks ranks(kPairs + 1);
-  std::vector<std::vector<std::byte>> packed;
-  std::vector<state::InventoryParts> views;
-  std::vector<std::vector<uint64_t>> hashes(kPairs + 1);
+  Hashes hashes(kPairs + 1);
   for (size_t rank = 1; rank <= kPairs; ++rank) {
     for (size_t holder = 0; holder <= kPairs; ++holder) {  // the first so many ranks
       if (holder <= rank) ranks.tensor(holder, std::to_string(rank), {3});
       if (holder <= rank) hashes[holder].push_back(rank);
     }
   }
-  for (size_t rank = 0; rank <= kPairs; ++rank) packed.push_back(ranks.builder(rank).pack());
-  for (const std::vector<std::byte>& inventory : packed) views.push_back({inventory});
-  const std::vector<std::span<const uint64_t>> of_ranks(hashes.begin(), hashes.end());
-  const Job job{packed, GlobalPlan(views, {}, of_ranks)};
+  const Job job{ranks.packed(), ranks.plan({}, hashes)};
   EXPECT_EQ(job.plan.holders(0).size(), 4 + (kPairs + 1) * sizeof(HolderPlace) + kPairs * 2);
   EXPECT_EQ(job.sum(hashes), 0u);
   ++hashes[0][kPairs - 1];

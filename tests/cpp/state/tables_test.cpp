@@ -39,7 +39,7 @@ struct State {
     return builder.pack();
   }
   StateTables tables() const { return {inventory, sources, tensors, ready}; }
-  Words write(const Words& part) const { return make_write_table(tables(), part); }
+  Words write(const Words& part) const { return make_copy_table(tables(), part).rows; }
   FillTable read(const Words& reads) const { return make_read_table(tables(), reads); }
 };
 
@@ -82,25 +82,6 @@ TEST(ReadyTensors, HaveMemory) {
   EXPECT_TRUE(ready(0, 0, 0));
 }
 
-TEST(DenseAndApart, MayTouchAndMayBeEmpty) {
-  const int64_t float32 = dtype_code("float32");
-  const Words apart = {4096, float32, 1, 2, 2, 3, 3, 1, 4120, float32, 1, 0, 4000, float32, 1, 3, 4, 1, 6, 6, 9, 1};
-  EXPECT_TRUE(are_dense_and_apart(TensorTable(apart)));
-  EXPECT_TRUE(are_dense_and_apart(TensorTable(Words{4096, float32, 1, 1, 9, 1, 4100, float32, 1, 2, 5, 0, 7, 7})));
-  EXPECT_TRUE(are_dense_and_apart(TensorTable(Words{4096, float32, 1, 0, 4096, float32, kCudaDevice, 0})));
-  EXPECT_TRUE(are_dense_and_apart(TensorTable(Words{})));
-}
-
-TEST(DenseAndApart, IsFalseOfGapsAndOfSharedBytes) {
-  const int64_t float32 = dtype_code("float32");
-  EXPECT_FALSE(are_dense_and_apart(TensorTable(Words{4096, float32, 1, 2, 2, 3, 1, 2})));
-  EXPECT_FALSE(are_dense_and_apart(TensorTable(Words{4096, float32, 1, 1, 3, 0})));
-  EXPECT_FALSE(are_dense_and_apart(TensorTable(Words{4096, float32, 1, 1, 3, 1, 4107, float32, 1, 0})));
-  EXPECT_FALSE(are_dense_and_apart(TensorTable(Words{4107, float32, 1, 0, 4096, float32, 1, 1, 3, 1})));
-  EXPECT_FALSE(are_dense_and_apart(TensorTable(Words{-1, float32, -1, 0})));
-  EXPECT_FALSE(are_dense_and_apart(TensorTable(Words{4096, -1, 1, 0})));
-}
-
 TEST(ReadyTensors, AreInHostMemory) {
   const Words table = {9, 0, kCudaDevice, 0, 9, 0, kHostDevice, 0, -1, 0, -1, 0};
   const Words one = {0}, four = {4}, two = {0, 0};
@@ -129,19 +110,17 @@ TEST(ReadyTensors, OrOnADeviceThatIsAskedFor) {
 TEST(MakeCopyTable, SaysOnWhichDeviceEachRowIs) {
   State state;
   const Words part = {2, -1, 0, 0, 1, -1, 0, 0, 0, 0, 1, 2, 0, -1, 0, 0};
-  EXPECT_EQ(make_copy_table(state.tables(), part).rows, state.write(part));
   EXPECT_EQ(make_copy_table(state.tables(), part).devices, (Words{-1, -1, -1}));
   const Words on_host = state.write(part);
   state.tensors[2] = kCudaDevice + (int64_t{5} << 32);
   state.ready[0] = std::byte{kOnDevice + 5};
-  EXPECT_EQ(make_copy_table(state.tables(), part).rows, on_host);
+  EXPECT_EQ(state.write(part), on_host);
   EXPECT_EQ(make_copy_table(state.tables(), part).devices, (Words{-1, 5, 5}));
   EXPECT_EQ(ready_rows(state.tables(), part), (std::vector<uint8_t>{kOnHost, kOnDevice + 5, kOnDevice + 5}));
-  EXPECT_EQ(row_of_error([&] { state.write(part); }), 2);  // the engine cannot write it from there
-  state.ready[0] = std::byte{kOnDevice + 4};
-  EXPECT_EQ(row_of_error([&] { make_copy_table(state.tables(), part); }), 2);
-  state.ready[0] = std::byte{kNotReady};
-  EXPECT_EQ(row_of_error([&] { make_copy_table(state.tables(), part); }), 2);
+  for (const uint8_t other : {uint8_t{kOnDevice + 4}, kOnHost, kNotReady}) {
+    state.ready[0] = std::byte{other};
+    EXPECT_EQ(row_of_error([&] { state.write(part); }), 2);
+  }
   EXPECT_EQ(row_of_error([&] { ready_rows(state.tables(), Words{9, -1, 0, 0}); }), 0);
 }
 
