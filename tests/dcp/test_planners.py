@@ -151,7 +151,7 @@ def test_state_that_is_not_flattened(checkpoint: Path, planner: Any) -> None:
     state = {"tensor": torch.ones(3), "nested": {"x": torch.ones(2), "y": [1]}, "number": 3}
     save_with(checkpoint, state, SavePlanner(flatten_state_dict=False))
     assert set(StorageReader(checkpoint).read_metadata().state_dict_metadata) == set(state)
-    # The stock planner loses the objects with flatten_sharded_tensors=True, its default: see the next test.
+    # The stock planner loses the objects with flatten_sharded_tensors=True, its default.
     target = {"tensor": torch.zeros(3), "nested": None, "number": None}
     load_with(checkpoint, target, planner(flatten_state_dict=False, flatten_sharded_tensors=False))
     assert_same(target, state)

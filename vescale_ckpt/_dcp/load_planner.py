@@ -12,14 +12,13 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import (
-    STORAGE_TYPES,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
@@ -27,7 +26,7 @@ from .._checkpoint.checkpoint import incomplete_tensor
 from .._checkpoint.native.lazy_metadata import LazyMetadata
 from .._engine import _C
 from .._engine.gc import gc_paused
-from .._engine.tensor_checks import holds_any, is_plain_tensor
+from .._engine.tensor_checks import holds_any
 from .._load.fill_plan import check_all_there, mismatch, mismatches_on_index
 from .._plan.read_plan import Reads
 from .._state import objects
@@ -186,12 +185,8 @@ class LoadPlanner(DefaultLoadPlanner):
             # DCP's own readers would silently convert another dtype.
             if (found := mismatch(key, value, stored, hint)) is not None:
                 raise IncompatibleStateError(*found)
-            told = tells_chunks(value, loading=True)
-            if not told and is_plain_tensor(value) and (whole := _whole_item(key, stored)) is not None:
-                items.append(whole)
-                continue
             is_tensor = isinstance(stored, TensorStorageMetadata)
-            if told and isinstance(stored, TensorStorageMetadata):
+            if isinstance(stored, TensorStorageMetadata) and tells_chunks(value, loading=True):
                 planned = _read_items(key, chunks_to_read(key, value), stored)
             else:
                 with _on_the_host():
@@ -206,14 +201,6 @@ class LoadPlanner(DefaultLoadPlanner):
         if self._packed is not None:
             assert read_item.dest_index.index is not None
             return self._packed.reads.target(read_item.dest_index.index, read_item.dest_offsets, read_item.lengths)
-        value: Any = self.state_dict[read_item.dest_index.fqn]
-        kind = type(self)
-        stock = (
-            kind.lookup_tensor is LoadPlanner.lookup_tensor and kind.transform_tensor is LoadPlanner.transform_tensor
-        )
-        whole = stock and is_plain_tensor(value) and value.shape == read_item.lengths
-        if whole and not tells_chunks(value, loading=True):
-            return value  # type: ignore[no-any-return]  # a whole plain tensor: no lookup is needed
         resolved: torch.Tensor = super().resolve_tensor(read_item)
         return resolved
 
@@ -260,26 +247,6 @@ def item_targets(planner: DcpLoadPlanner) -> ItemTargets:
     # This package's planner takes the object itself, unless a subclass overrides `load_bytes`.
     put = planner.put_object if is_method_of(planner, "load_bytes", LoadPlanner) else None
     return ItemTargets(planner, views, True, put)
-
-
-def _whole_item(key: str, stored: STORAGE_TYPES) -> ReadItem | None:
-    """The item that reads a tensor stored in one chunk. None if it has several chunks or is no tensor."""
-    if (
-        not isinstance(stored, TensorStorageMetadata)
-        or len(stored.chunks) != 1
-        or stored.chunks[0].sizes != stored.size
-    ):
-        return None
-    origin = stored.chunks[0].offsets
-    index = MetadataIndex(key, origin, 0)
-    return ReadItem(
-        type=LoadItemType.TENSOR,
-        dest_index=index,
-        dest_offsets=origin,
-        storage_index=index,
-        storage_offsets=origin,
-        lengths=stored.size,
-    )
 
 
 def _read_items(key: str, chunks: Chunks, stored: TensorStorageMetadata) -> list[ReadItem]:
