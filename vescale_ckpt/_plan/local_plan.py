@@ -78,7 +78,9 @@ class LocalPlan:
     def write_table(self, rows: Sequence[int] | None = None) -> bytes:
         """Returns the engine's table of all tensors in the plan, or of `rows`. The engine must be able to read all of
         them in place."""
-        return self.copy_table(rows)[0]
+        table, devices = self.copy_table(rows)
+        assert devices == b"\xff" * len(devices), "a tensor is not in host memory"
+        return table
 
     def copy_table(self, rows: Sequence[int] | None = None) -> tuple[bytes, bytes]:
         """Returns the same for a snapshot of tensors in host memory or on CUDA devices, and the device of each row (-1:
