@@ -44,10 +44,10 @@ class Piece:
 
 
 @dataclass
-class PlacedSegment:
+class PlacedPiece:
     """A piece in the memory of its batch."""
 
-    segment: Piece
+    piece: Piece
     at: int  #: in the buffer
     target: torch.Tensor  #: it has the output's dtype
     stored: torch.Tensor  #: it has the stored dtype; `target` itself if nothing is converted
@@ -59,7 +59,7 @@ class Batch:
 
     buffer: torch.Tensor
     file_offset: int = 0  #: where the buffer's first byte lies, a multiple of PAGE
-    segments: list[PlacedSegment] = field(default_factory=list)
+    pieces: list[PlacedPiece] = field(default_factory=list)
     last: bool = False
 
 
@@ -102,18 +102,16 @@ def pieces_of(output: Output, most_bytes: int, file_offset: int = -1) -> Iterato
         at += piece.bytes if at >= 0 else 0
 
 
-def transfer(segments: Iterable[Piece], view: View, file: File, buffers: Buffers) -> None:
+def transfer(pieces: Iterable[Piece], view: View, file: File, buffers: Buffers) -> None:
     """Moves all pieces from the view to the file. Raises their errors, after reading and writing have stopped."""
 
     def filled() -> Iterator[Batch]:
-        for batch in _batches(segments, buffers):
-            view.read(
-                [Read(placed.segment.output.name, placed.segment.offsets, placed.stored) for placed in batch.segments]
-            )
+        for batch in _batches(pieces, buffers):
+            view.read([Read(placed.piece.output.name, placed.piece.offsets, placed.stored) for placed in batch.pieces])
             yield batch
 
     def prepare(batch: Batch) -> None:
-        for placed in batch.segments:
+        for placed in batch.pieces:
             if placed.stored is not placed.target:
                 placed.target.copy_(placed.stored)
         file.prepare(batch)
@@ -121,51 +119,51 @@ def transfer(segments: Iterable[Piece], view: View, file: File, buffers: Buffers
     def write(batch: Batch) -> None:
         file.write(batch)
         if buffers.written is not None:
-            buffers.written(sum(placed.target.nbytes for placed in batch.segments))
-        buffer, batch.segments = batch.buffer, []
+            buffers.written(sum(placed.target.nbytes for placed in batch.pieces))
+        buffer, batch.pieces = batch.buffer, []
         buffers.give_back(buffer)
 
     for _ in overlap((batch for batch, _ in overlap(filled(), prepare)), write):
         pass
 
 
-def _batches(segments: Iterable[Piece], buffers: Buffers) -> Iterator[Batch]:
+def _batches(pieces: Iterable[Piece], buffers: Buffers) -> Iterator[Batch]:
     """Collects pieces into batches. The last batch is marked; without pieces it is empty."""
     batch: Batch | None = None
     end = 0  # end in the buffer of the pieces placed so far
     beside = 0  # bytes at the buffer's end that hold stored dtypes
-    for segment in segments:
+    for piece in pieces:
         if batch is not None:
-            at = _offset_behind(segment, end, batch)
-            if at + segment.bytes + beside + segment.stored_bytes + _ALIGNMENT > buffers.bytes:
+            at = _offset_behind(piece, end, batch)
+            if at + piece.bytes + beside + piece.stored_bytes + _ALIGNMENT > buffers.bytes:
                 yield batch
                 batch = None
         if batch is None:
-            batch, end, beside = Batch(buffers.take(), max(segment.file_offset, 0) // PAGE * PAGE), 0, 0
-            at = _offset_behind(segment, end, batch)
-        end, beside = _add(batch, segment, at, beside)
+            batch, end, beside = Batch(buffers.take(), max(piece.file_offset, 0) // PAGE * PAGE), 0, 0
+            at = _offset_behind(piece, end, batch)
+        end, beside = _add(batch, piece, at, beside)
     batch = batch or Batch(buffers.take())
     batch.last = True
     yield batch
 
 
-def _offset_behind(segment: Piece, end: int, batch: Batch) -> int:
-    if segment.file_offset >= 0:
-        return segment.file_offset - batch.file_offset
-    if segment.bytes >= _LARGE:
+def _offset_behind(piece: Piece, end: int, batch: Batch) -> int:
+    if piece.file_offset >= 0:
+        return piece.file_offset - batch.file_offset
+    if piece.bytes >= _LARGE:
         return (end - _LARGE_AT + PAGE - 1) // PAGE * PAGE + _LARGE_AT
     return (end + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
 
 
-def _add(batch: Batch, segment: Piece, at: int, beside: int) -> tuple[int, int]:
+def _add(batch: Batch, piece: Piece, at: int, beside: int) -> tuple[int, int]:
     """Places a piece. Returns the end of its bytes, and how many bytes at the buffer's end are taken now."""
-    target = stored = _view(batch.buffer, at, segment.sizes, segment.output.dtype)
-    if segment.output.converts:
-        begin = (len(batch.buffer) - beside - segment.stored_bytes) // _ALIGNMENT * _ALIGNMENT
-        stored = _view(batch.buffer, begin, segment.sizes, segment.output.stored_dtype)
+    target = stored = _view(batch.buffer, at, piece.sizes, piece.output.dtype)
+    if piece.output.converts:
+        begin = (len(batch.buffer) - beside - piece.stored_bytes) // _ALIGNMENT * _ALIGNMENT
+        stored = _view(batch.buffer, begin, piece.sizes, piece.output.stored_dtype)
         beside = len(batch.buffer) - begin
-    batch.segments.append(PlacedSegment(segment, at, target, stored))
-    return at + segment.bytes, beside
+    batch.pieces.append(PlacedPiece(piece, at, target, stored))
+    return at + piece.bytes, beside
 
 
 def _view(buffer: torch.Tensor, at: int, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

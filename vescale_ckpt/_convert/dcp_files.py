@@ -110,11 +110,11 @@ class _Written:
     def prepare(self, batch: Batch) -> None: ...
 
     def write(self, batch: Batch) -> None:
-        segments = batch.segments
-        names = [placed.segment.output.name for placed in segments]
-        if segments:
-            table = write_table([placed.target for placed in segments])
-            rows = range(self._rows, self._rows + len(segments))
+        pieces = batch.pieces
+        names = [placed.piece.output.name for placed in pieces]
+        if pieces:
+            table = write_table([placed.target for placed in pieces])
+            rows = range(self._rows, self._rows + len(pieces))
             self._files.write_table(table, names.__getitem__, rows)
             self._rows = rows.stop
 

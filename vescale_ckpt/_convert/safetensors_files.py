@@ -55,7 +55,7 @@ class _Layout:
             self._of = piece.output
             at += count
 
-    def segments(self, most_bytes: int) -> Iterator[Piece]:
+    def pieces(self, most_bytes: int) -> Iterator[Piece]:
         """All tensors, which follow each other without gaps."""
         at = self._layout.data_begin
         for output in self._ordered:
@@ -78,7 +78,7 @@ def _written(outputs: Sequence[Output], ties: Mapping[str, str]) -> Write:
             writer = create(lambda name: _C.FileWriter(name, layout.length, options, False))
             if not outputs:
                 writer.write_bytes(int_table(), layout.length)  # the file ends where the last call ends: with its head
-            transfer(layout.segments(buffers.most_bytes), view, _Pages(layout, writer), buffers)
+            transfer(layout.pieces(buffers.most_bytes), view, _Pages(layout, writer), buffers)
             writer.finish_bytes(layout.head(), sync=True)
 
     return write
@@ -94,13 +94,13 @@ class _Pages:
         self._rest = b""  # bytes after the last whole page
 
     def prepare(self, batch: Batch) -> None:
-        for placed in batch.segments:
-            self._layout.add_checksum(placed.segment, placed.target.data_ptr())
+        for placed in batch.pieces:
+            self._layout.add_checksum(placed.piece, placed.target.data_ptr())
 
     def write(self, batch: Batch) -> None:
         image = memory_of(batch.buffer)
         image[: len(self._rest)] = self._rest
-        last = batch.segments[-1] if batch.segments else None
+        last = batch.pieces[-1] if batch.pieces else None
         end = 0 if last is None else last.at + last.target.nbytes
         whole = end if batch.last else end // PAGE * PAGE
         self._rest = bytes(image[whole:end])
