@@ -17,8 +17,7 @@ from ._collective.handle import SaveHandle
 from ._collective.load import CollectiveLoad
 from ._collective.start_save import prepare_save, start_save
 from ._fingerprint.collect import fingerprint as take_fingerprint
-from ._fingerprint.fingerprint import FILE as FINGERPRINT_FILE
-from ._fingerprint.fingerprint import is_fingerprint, with_fingerprint
+from ._fingerprint.fingerprint import remove_fingerprint, with_fingerprint
 from ._load.source import Source
 from ._plan.planner import Planner
 from ._ranks.groups import PerGroup
@@ -247,8 +246,8 @@ def load(
     source = Source(os.fspath(path), options, None if stack is None else checked_rules(stack))
     loading = CollectiveLoad(source, selection, strict, broadcast_checkpoint, process_group, timeout, extra_files)
     found = loading.all() if state is None else loading.into(state, rename)
-    if extra_files is not None and is_fingerprint(extra_files.get(FINGERPRINT_FILE, b"")):
-        del extra_files[FINGERPRINT_FILE]  # `prove` reads it
+    if extra_files is not None:
+        remove_fingerprint(extra_files)  # `prove` reads it
     return found
 
 

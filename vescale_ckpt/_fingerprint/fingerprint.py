@@ -155,6 +155,12 @@ def with_fingerprint(files: Mapping[str, bytes] | None, taken: Fingerprint) -> M
     return ChainMap({FILE: taken.to_bytes()}, given)
 
 
+def remove_fingerprint(files: dict[str, bytes]) -> bytes:
+    """Removes the fingerprint from the extra files that a load has read, and returns it; empty if there is none. A
+    user's own file of that name stays."""
+    return files.pop(FILE) if is_fingerprint(files.get(FILE, b"")) else b""
+
+
 def is_fingerprint(content: bytes) -> bool:
     """Whether a file named `FILE` is a fingerprint, and not a user's own."""
     return _BEGIN.match(content) is not None

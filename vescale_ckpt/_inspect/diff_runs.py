@@ -11,7 +11,7 @@ from .._checkpoint.recognize import recognize
 from .._fingerprint.fingerprint import Fingerprint, not_comparable
 from .._storage.open_storage import checkpoint_path
 from ..errors import CheckpointError
-from .info import opened_parts, stored_fingerprint
+from .info import opened_parts, read_fingerprint
 
 
 @dataclass
@@ -78,4 +78,4 @@ def _fingerprint_at(path: str) -> Fingerprint | None:
     first, *_ = opened_parts(path)
     with closing(first):
         first.check_malformed()
-        return stored_fingerprint(first)
+        return read_fingerprint(first)

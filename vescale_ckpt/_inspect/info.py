@@ -61,8 +61,8 @@ def inspect(path: str | os.PathLike[str], keys: str | Iterable[str] | None = Non
     for part in others:
         with closing(part):
             _add(part, info, selection)
-    with suppress(Exception):  # `verify` tells of damage, and of stores that do not answer
-        if (kept := stored_fingerprint(first)) is not None:
+    with suppress(Exception):  # `verify` reports damage, and stores that do not answer
+        if (kept := read_fingerprint(first)) is not None:
             info = replace(info, fingerprint=str(kept))
     if others and info.saved_by is not None:  # each rank has saved for itself
         info = replace(info, saved_by=replace(info.saved_by, ranks=1 + len(others)))
@@ -111,7 +111,7 @@ def _length(path: str) -> int:
         return -1
 
 
-def stored_fingerprint(checkpoint: Checkpoint) -> Fingerprint | None:
+def read_fingerprint(checkpoint: Checkpoint) -> Fingerprint | None:
     """Returns the fingerprint that a checkpoint has; None if it has none. Needs no torch, and reads one record.
 
     Raises `CorruptCheckpointError` if it is damaged, and OSError if it cannot be read. (The file beside the data is a

@@ -19,8 +19,7 @@ from .._collective import start_save
 from .._collective.handle import SaveHandle
 from .._collective.node_files import leaders_of
 from .._engine import _C
-from .._fingerprint.fingerprint import FILE as FINGERPRINT_FILE
-from .._fingerprint.fingerprint import Fingerprint, is_fingerprint
+from .._fingerprint.fingerprint import Fingerprint, remove_fingerprint
 from .._fingerprint.prove import prove_restored
 from .._plan.planner import Planner
 from .._ranks.exchange import Exchange
@@ -108,7 +107,7 @@ class NodeFolders(Folders):
             logger.warning(
                 "copies=%d: %d nodes are left, so each file gets %d", tier.copies, self._copies + 1, self._copies
             )
-        nodes.begin(exchange, retention, not retention.keeps_all)
+        nodes.begin(exchange, retention)
         self.copies: NodeCopies | None = None
         # On the coordinator: the last save, its branch and metric, and what it supersedes.
         self._saving: tuple[RunningSave, Branch, float | None, Removal] | None = None
@@ -182,9 +181,7 @@ class NodeFolders(Folders):
         if files is None and self.proves:
             files = {}
         self._nodes.load(step, state, exchange, self._ranks, **{**options, "extra_files": files})
-        content = b"" if files is None else files.get(FINGERPRINT_FILE, b"")
-        if files is not None and is_fingerprint(content):
-            del files[FINGERPRINT_FILE]
+        content = b"" if files is None else remove_fingerprint(files)
         if self.proves:  # no rank sees the files of all nodes, to locate what differs
             stored = Fingerprint.from_bytes(content, step.path)
             group, timeout = self._ranks.process_group, self._ranks.timeout

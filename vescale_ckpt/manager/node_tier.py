@@ -79,11 +79,11 @@ class NodeTier:
         """Whether a rank handles the folder of its node. Needs no exchange."""
         return self.leaders[rank] == rank
 
-    def begin(self, exchange: Exchange, retention: Retention, finds_whole: bool) -> None:
-        """Gathers what all nodes have. Raises on all ranks if a folder is of another run. `finds_whole`: whether
-        each `look` finds out which steps are whole."""
+    def begin(self, exchange: Exchange, retention: Retention) -> None:
+        """Gathers what all nodes have. Raises on all ranks if a folder is of another run. Unless retention keeps all
+        steps, each `look` finds out which ones are whole."""
         phase = f"looking for the steps in {self.root} of all nodes"
-        self._metric, self._finds_whole = retention.best, finds_whole
+        self._metric, self._finds_whole = retention.best, not retention.keeps_all
         runs = self.look(exchange, phase)
 
         def choose() -> Run:
