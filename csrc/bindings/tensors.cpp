@@ -17,8 +17,6 @@
 namespace vescale_ckpt::bindings {
 namespace {
 
-// --- Tensors
-
 // --- Items
 
 py::bytes pack_inventory(const py::list& names, const std::vector<py::bytes>& rows, int64_t node) {

@@ -24,7 +24,7 @@ from vescale_ckpt import CheckpointError, CheckpointManager, Schedule, StorageFu
 
 @contextlib.contextmanager
 def _failures() -> Iterator[list[int | None]]:
-    """The steps of saves of which listeners are told that they failed."""
+    """The steps whose saves listeners have seen fail."""
     failed: list[int | None] = []
 
     def note(finished: metrics.Finished) -> None:

@@ -91,8 +91,8 @@ def torch_file(plan: Plan, values: Mapping[str, Any]) -> Files:
 
 
 class _File(io.FileIO):
-    """Tells how many bytes were written. Keeps the first error, and drops all that comes after it: torch would hide it
-    behind errors of its own."""
+    """Reports progress. Keeps the first error and drops later writes, because torch would hide that error behind
+    errors of its own."""
 
     written: Callable[[int], None] | None = None
     error: OSError | None = None

@@ -141,7 +141,7 @@ def _diff(
     progress: Callable[[int, int], None] | None,
 ) -> Diff:
     every = dict.fromkeys((*a.tensors, *a.objects, *b.tensors, *b.objects))
-    if has_fingerprint(a) or has_fingerprint(b):  # it tells of the other values, which are compared themselves
+    if has_fingerprint(a) or has_fingerprint(b):  # it follows from the other values, which are compared
         every.pop(FINGERPRINT_KEY, None)
     selection.check(every)
     kinds_a, kinds_b = _kinds(a), _kinds(b)

@@ -136,7 +136,7 @@ def changing(client: _Client) -> Iterator[None]:
 
 
 def note(client: _Client, found: Properties | None) -> None:
-    """Notes in all looks what a request has told; None: there is no such object."""
+    """Notes in all looks what a request has returned; None: there is no such object."""
     for one in _here.looks:
         if one.covers(client.url):
             one.note(client, found)

@@ -1,5 +1,5 @@
-"""Python imports this at the start of a job of `harness.jobs` that is to be killed: who prints the line of the step
-HALT_AT_STEP halts there, so that no step follows before the kill, however busy the machine is."""
+"""Python imports this at the start of a job of `harness.jobs` that is to be killed. A process that prints the line
+of step HALT_AT_STEP halts there, so that no step follows before the kill, however busy the machine is."""
 
 import os
 import sys
