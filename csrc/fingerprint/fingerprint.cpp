@@ -21,13 +21,6 @@ using field::sum;
 constexpr uint64_t kBlockBytes = kBlockWords * kWordBytes;
 constexpr Value kBlockPower = product(kPowers[kBlockWords - 1], kPoint);
 
-// Returns up to 6 bytes as a number.
-uint64_t number(const std::byte* data, uint64_t bytes) {
-  uint64_t word = 0;
-  std::memcpy(&word, data, bytes);
-  return word;
-}
-
 // Sums up runs of bytes of one tensor. The powers of the point at the last two runs are kept, because the distance from
 // run to run is mostly the same.
 class Sum {
@@ -37,21 +30,18 @@ class Sum {
     move_to(offset / kWordBytes);
     if (const uint64_t before = offset % kWordBytes; before != 0) {
       const uint64_t taken = std::min(bytes, kWordBytes - before);
-      total_ = sum(total_, product(power_, Value{number(data, taken)} << (8 * before)));
+      total_ = sum(total_, product(power_, of_block(data, taken) << (8 * before)));
       data += taken;
       bytes -= taken;
       if (bytes == 0) return;
       move_to(word_ + 1);
     }
-    Value factor = power_;
-    for (; bytes >= kBlockBytes; data += kBlockBytes, bytes -= kBlockBytes) {
-      total_ = sum(total_, product(factor, of_words(data, kBlockWords)));
-      factor = product(factor, kBlockPower);
+    for (Value factor = power_; bytes != 0; factor = product(factor, kBlockPower)) {
+      const uint64_t some = std::min(bytes, kBlockBytes);
+      total_ = sum(total_, product(factor, of_block(data, some)));
+      data += some;
+      bytes -= some;
     }
-    const uint64_t words = bytes / kWordBytes, rest = bytes % kWordBytes;
-    Value tail = words == 0 ? 0 : of_words(data, words);
-    if (rest != 0) tail = sum(tail, product(kPowers[words], number(data + words * kWordBytes, rest)));
-    total_ = sum(total_, product(factor, tail));
   }
 
   Value total() const { return total_; }

@@ -24,14 +24,16 @@ constexpr std::array<Value, kBlockWords> make_powers() {
 }
 inline constexpr std::array<Value, kBlockWords> kPowers = make_powers();  // of the point, from 0 on
 
-// Returns the sum of whole words times the powers from 0 on: at most kBlockWords.
-Value of_words(const std::byte* data, uint64_t words);
+// Returns the sum of the words of `bytes` times the powers from 0 on: at most kBlockWords. What the last word lacks
+// counts as 0.
+Value of_block(const std::byte* data, uint64_t bytes);
 
 namespace detail {  // each implementation alone, for tests
-Value words_portable(const std::byte* data, uint64_t words);
+Value block_portable(const std::byte* data, uint64_t bytes);
 #if defined(__x86_64__)
+constexpr uint64_t kIfmaBytes = 256;  // from here on it is the faster one
 bool have_ifma();
-Value words_ifma(const std::byte* data, uint64_t words);
+Value block_ifma(const std::byte* data, uint64_t bytes);
 #endif
 }  // namespace detail
 
