@@ -193,28 +193,24 @@ void CudaStream::pack(Slab& slab, const PackTable& table) {
 std::vector<WordSum> CudaStream::sum_words(Slab& slab, const WordTable& table, const WordPowers& powers) {
   const Current current(device_);
   auto& memory = static_cast<CudaSlab&>(slab);
-  const size_t row_bytes = table.rows.size() * sizeof(WordRow), dim_bytes = table.dims.size() * sizeof(WordDim);
-  const size_t sum_bytes = table.rows.size() * sizeof(WordSum);
+  const size_t row_bytes = table.rows.size() * sizeof(WordRow), sum_bytes = table.rows.size() * sizeof(WordSum);
   std::memcpy(memory.host_table(), &powers, sizeof(powers));
   std::memcpy(memory.host_table() + sizeof(powers), table.rows.data(), row_bytes);
-  if (dim_bytes != 0) std::memcpy(memory.host_table() + sizeof(powers) + row_bytes, table.dims.data(), dim_bytes);
   DeviceAddress sums = memory.address(), powers_at = memory.table(), rows = powers_at + sizeof(powers);
-  DeviceAddress dims = rows + row_bytes;
   auto* const sums_there = reinterpret_cast<void*>(sums);
   check(api_,
-        api_.copy(reinterpret_cast<void*>(powers_at), memory.host_table(), sizeof(powers) + row_bytes + dim_bytes,
-                  cuda::kToDevice, handle_),
+        api_.copy(reinterpret_cast<void*>(powers_at), memory.host_table(), sizeof(powers) + row_bytes, cuda::kToDevice,
+                  handle_),
         [&] { return "copy a table of " + std::to_string(table.rows.size()) + " ranges to " + device_.name; });
   check(api_, api_.clear(sums_there, 0, sum_bytes, handle_), [&] { return "clear sums on " + device_.name; });
 
-  constexpr unsigned kBlock = 256;
+  constexpr unsigned kBlock = 256, kWarps = kBlock / kSumLanes;
   auto row_count = static_cast<uint32_t>(table.rows.size());
   uint32_t pieces = table.pieces;
-  std::array<void*, 6> arguments = {&sums,      &powers_at, &rows,
-                                    &row_count, &dims,      &pieces};  // in the order of kernels.cu
+  std::array<void*, 5> arguments = {&sums, &powers_at, &rows, &row_count, &pieces};  // in the order of kernels.cu
   check(api_,
-        api_.launch(device_.sum_words, (pieces + kBlock / kSumLanes - 1) / (kBlock / kSumLanes), 1, 1, kBlock, 1, 1, 0,
-                    handle_, arguments.data(), nullptr),
+        api_.launch(device_.sum_words, (pieces + kWarps - 1) / kWarps, 1, 1, kBlock, 1, 1, 0, handle_, arguments.data(),
+                    nullptr),
         [&] { return "launch the kernel of fingerprints on " + device_.name; });
   check(api_, api_.copy(memory.host_table(), sums_there, sum_bytes, cuda::kToHost, handle_),
         [&] { return "copy sums from " + device_.name + " to the host"; });

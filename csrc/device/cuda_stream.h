@@ -30,7 +30,7 @@ class CudaEvent final : public Event {
 class CudaSlab final : public Slab {
  public:
   static constexpr uint64_t kTableBytes = kPackRows * sizeof(PackRow) + kPackDims * sizeof(PackDim);
-  static_assert(sizeof(WordPowers) + kWordRows * sizeof(WordRow) + kWordDims * sizeof(WordDim) <= kTableBytes);
+  static_assert(sizeof(WordPowers) + kWordRows * sizeof(WordRow) <= kTableBytes);
   static_assert(kWordRows * sizeof(WordSum) <= kTableBytes);
 
   // Takes over device memory of `bytes` + kTableBytes, and page-locked host memory of kTableBytes.

@@ -14,21 +14,15 @@ extern "C" __global__ void vescale_ckpt_pack(char* slab, const vescale_ckpt::dev
 // A warp for each piece of the table. `sums`: one for each row, 0 before.
 extern "C" __global__ void __launch_bounds__(256)
     vescale_ckpt_sum_words(vescale_ckpt::device::WordSum* sums, const vescale_ckpt::device::WordPowers* powers,
-                           const vescale_ckpt::device::WordRow* rows, uint32_t row_count,
-                           const vescale_ckpt::device::WordDim* dims, uint32_t pieces) {
+                           const vescale_ckpt::device::WordRow* rows, uint32_t row_count, uint32_t pieces) {
   using namespace vescale_ckpt::device;
-  __shared__ StepPowers steps;
-  for (uint32_t i = threadIdx.x; i < kLaneSteps * (kLaneWords + 1); i += blockDim.x) {
-    (&steps[0][0])[i] = (&powers->steps[0][0])[i];
-  }
-  __syncthreads();
   // There may be more threads than 32 bits count.
   const uint32_t piece = blockIdx.x * (blockDim.x / kSumLanes) + threadIdx.x / kSumLanes;
   const uint32_t lane = threadIdx.x % kSumLanes;
   if (piece >= pieces) return;
   const uint32_t index = row_of_piece(rows, row_count, piece);
   const WordRow row = rows[index];
-  vescale_ckpt::field::Value sum = lane_sum(row, dims, piece - row.first_piece, lane, steps, *powers);
+  vescale_ckpt::field::Value sum = lane_sum(row, piece - row.first_piece, lane, *powers);
   for (uint32_t distance = kSumLanes / 2; distance != 0; distance /= 2) {
     const uint64_t low = __shfl_down_sync(~0u, static_cast<unsigned long long>(sum), distance);
     const uint64_t high = __shfl_down_sync(~0u, static_cast<unsigned long long>(sum >> 64), distance);

@@ -1,6 +1,7 @@
 #include "fingerprint/device_sums.h"
 
 #include <algorithm>
+#include <iterator>
 #include <memory>
 
 #include "device/cuda.h"
@@ -8,43 +9,33 @@
 namespace vescale_ckpt::fingerprint {
 namespace {
 
-using device::kLeadWords;
 using device::WordPowers;
 using device::WordTable;
-using field::kPrime;
-using field::power;
-using field::product;
+
+static_assert(device::kSumWordBytes == kWordBytes);
 
 constexpr uint64_t kLeastRun = 256;
-constexpr Value kWithoutLead = power(kPoint, kPrime - 1 - kLeadWords);  // x^(p - 1) is 1
 
 // Returns how many pieces a chunk has.
 uint64_t pieces_of(const io::Box& box) {
-  uint64_t pieces = device::pieces_of_run(box.memory_run_bytes());
-  for (const io::Box::Dim& dim : box.dims()) {
-    if (__builtin_mul_overflow(pieces, dim.count, &pieces)) return UINT64_MAX;
-  }
-  return pieces;
+  const uint64_t pieces = device::pieces_of_run(box.memory_run_bytes());
+  return box.dense() ? pieces : pieces * box.dims()[0].count;
 }
 
-// Chunks over the memory of `word_powers`, or its copy on a device: at each place in a word, and of many runs. Every
-// launch computes their fingerprints, too, so that a device or a compiler that errs is found out.
-std::vector<Chunk> known_chunks(const std::byte* powers) {
-  std::vector<Chunk> chunks;
-  constexpr auto kBytes = static_cast<int64_t>(sizeof(WordPowers));
-  for (int64_t place = 0; place < static_cast<int64_t>(kWordBytes); ++place) {
-    const std::vector<int64_t> shape{kBytes}, offset{place}, size{kBytes - 5 * place}, stride{1};
-    chunks.push_back({io::Box(1, shape, offset, size, stride), powers + 5 * place});
-  }
-  const std::vector<int64_t> shape{90, 1001}, offset{0, 5}, size{90, 300}, strides{317, 1};
-  chunks.push_back({io::Box(1, shape, offset, size, strides), powers});
-  return chunks;
+// A chunk over the memory of `word_powers`, or its copy on a device: runs at each place in a word and in a unit of
+// memory, far behind the tensor's begin. Every launch computes its fingerprint, too, so that a device or a compiler
+// that errs is found out.
+Chunk known_chunk(const std::byte* powers) {
+  constexpr int64_t kFar = int64_t{1} << 40;
+  const std::vector<int64_t> shape{kFar + 20, 2501}, offset{kFar, 5}, size{20, 1700}, strides{1733, 1};
+  static_assert(20 * 1733 <= sizeof(WordPowers));
+  return {io::Box(1, shape, offset, size, strides), powers};
 }
 
-const std::vector<Value>& known_values() {
-  static const std::vector<Value> values =
-      of_chunks(known_chunks(reinterpret_cast<const std::byte*>(&detail::word_powers())), 1);
-  return values;
+Value known_value() {
+  static const Value value =
+      of_chunks(std::vector{known_chunk(reinterpret_cast<const std::byte*>(&detail::word_powers()))}, 1)[0];
+  return value;
 }
 
 }  // namespace
@@ -54,22 +45,9 @@ namespace detail {
 const WordPowers& word_powers() {
   static const std::unique_ptr<const WordPowers> powers = [] {
     auto made = std::make_unique<WordPowers>();
-    Value base = kPoint;
-    for (auto& digits : made->digits) {
-      Value of_digit = 1;
-      for (Value& digit : digits) {
-        digit = of_digit;
-        of_digit = product(of_digit, base);
-      }
-      base = of_digit;
-    }
-    for (uint32_t step = 0; step < device::kLaneSteps; ++step) {
-      for (uint32_t word = 0; word <= device::kLaneWords; ++word) {
-        const Value of_word = power(kPoint, uint64_t{step} * (device::kSumStepBytes / kWordBytes) + word);
-        for (uint32_t limb = 0; limb < 4; ++limb) {
-          made->steps[step][word].limbs[limb] = static_cast<uint32_t>(of_word >> (32 * limb));
-        }
-      }
+    for (uint64_t i = 0; i < device::kSumSteps; ++i) made->steps[i] = field::power(kPoint, i * device::kSumLanes);
+    for (unsigned digit = 0; digit < 8; ++digit) {
+      for (uint64_t i = 0; i < 256; ++i) made->digits[digit][i] = field::power(kPoint, i << (8 * digit));
     }
     return made;
   }();
@@ -77,16 +55,11 @@ const WordPowers& word_powers() {
 }
 
 bool add_to_table(const Chunk& chunk, WordTable& table) {
-  const std::span<const io::Box::Dim> dims = chunk.box.dims();
   const uint64_t pieces = pieces_of(chunk.box), run = chunk.box.memory_run_bytes();
-  if (table.rows.size() == device::kWordRows || table.dims.size() + dims.size() > device::kWordDims ||
-      pieces > device::kWordPieces - table.pieces) {
-    return false;
-  }
-  table.rows.push_back({reinterpret_cast<uintptr_t>(chunk.memory), chunk.box.begin(), run, table.pieces,
-                        static_cast<uint32_t>(device::pieces_of_run(run)), static_cast<uint32_t>(dims.size()),
-                        static_cast<uint32_t>(table.dims.size())});
-  for (const io::Box::Dim& dim : dims) table.dims.push_back({dim.count, dim.memory_stride, dim.body_stride});
+  if (table.rows.size() == device::kWordRows || pieces > device::kWordPieces - table.pieces) return false;
+  const io::Box::Dim repeat = chunk.box.dense() ? io::Box::Dim{1, 0, 0} : chunk.box.dims()[0];
+  table.rows.push_back({reinterpret_cast<uintptr_t>(chunk.memory), chunk.box.begin(), run, repeat.memory_stride,
+                        repeat.body_stride, table.pieces, static_cast<uint32_t>(device::pieces_of_run(run))});
   table.pieces += static_cast<uint32_t>(pieces);
   return true;
 }
@@ -94,14 +67,15 @@ bool add_to_table(const Chunk& chunk, WordTable& table) {
 Value value_of(const device::WordSum& sum) {
   Value total = 0;
   for (unsigned i = 0; i < 4; ++i) total = field::sum(total, field::shifted(Value{sum.columns[i]}, 32 * i));
-  return product(total, kWithoutLead);
+  return total;
 }
 
 }  // namespace detail
 
 bool is_for_kernel(const io::Box& box) {
-  constexpr uint64_t kRoom = 1024;  // for known chunks
-  return (box.dims().empty() || box.memory_run_bytes() >= kLeastRun) && pieces_of(box) <= device::kWordPieces - kRoom;
+  constexpr uint64_t kRoom = 1024;  // for the known chunk
+  return box.dims().size() <= 1 && (box.dense() || box.memory_run_bytes() >= kLeastRun) &&
+         pieces_of(box) <= device::kWordPieces - kRoom;
 }
 
 std::optional<std::vector<Value>> of_device_chunks(device::Accelerator& accelerator, device::StreamHandle producer,
@@ -116,20 +90,15 @@ std::optional<std::vector<Value>> of_device_chunks(device::Accelerator& accelera
   values.reserve(chunks.size());
   while (values.size() < chunks.size()) {
     WordTable table;
-    for (const Chunk& chunk : known_chunks(reinterpret_cast<const std::byte*>(slab->table()))) {
-      detail::add_to_table(chunk, table);
-    }
+    detail::add_to_table(known_chunk(reinterpret_cast<const std::byte*>(slab->table())), table);
     for (size_t i = values.size(); i < chunks.size() && detail::add_to_table(chunks[i], table);) ++i;
     const std::vector<device::WordSum> sums = stream->sum_words(*slab, table, detail::word_powers());
-    std::vector<Value> found(sums.size());
-    std::ranges::transform(sums, found.begin(), detail::value_of);
-    const auto behind = found.begin() + static_cast<ptrdiff_t>(known_values().size());
-    if (!std::equal(found.begin(), behind, known_values().begin())) {
+    if (detail::value_of(sums[0]) != known_value()) {
       device::note("the kernel of fingerprints computes known values wrong on the device at " +
                    accelerator.pci_address() + ": fingerprints are taken on the host");
       return std::nullopt;
     }
-    values.insert(values.end(), behind, found.end());
+    std::transform(sums.begin() + 1, sums.end(), std::back_inserter(values), detail::value_of);
   }
   return values;
 }

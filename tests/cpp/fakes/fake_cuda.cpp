@@ -28,7 +28,6 @@ namespace {
 
 using vescale_ckpt::device::PackDim;
 using vescale_ckpt::device::PackRow;
-using vescale_ckpt::device::WordDim;
 using vescale_ckpt::device::WordPowers;
 using vescale_ckpt::device::WordRow;
 using vescale_ckpt::device::WordSum;
@@ -227,12 +226,9 @@ bool reads_one_allocation(const PackRow& row, const PackDim* dims) {
   return in_one_allocation(row.address + static_cast<uint64_t>(low), static_cast<size_t>(high - low));
 }
 
-bool reads_one_allocation(const WordRow& row, const WordDim* dims) {
-  int64_t low = 0, high = static_cast<int64_t>(row.run);
-  for (uint32_t dim = row.dims_at; dim < row.dims_at + row.dims; ++dim) {
-    const int64_t reach = static_cast<int64_t>(dims[dim].count - 1) * dims[dim].memory_stride;
-    (reach < 0 ? low : high) += reach;
-  }
+bool reads_one_allocation(const WordRow& row, uint64_t runs) {
+  const int64_t reach = static_cast<int64_t>(runs - 1) * row.memory_stride;
+  const int64_t low = std::min<int64_t>(reach, 0), high = std::max<int64_t>(reach, 0) + static_cast<int64_t>(row.run);
   return in_one_allocation(row.address + static_cast<uint64_t>(low), static_cast<size_t>(high - low));
 }
 
@@ -275,21 +271,21 @@ void launch_sum_words(void* stream, void** arguments, uint64_t warps) {
   auto* const sums = array_argument<WordSum>(arguments, 0);
   const auto* const powers = array_argument<const WordPowers>(arguments, 1);
   const auto* const table = array_argument<const WordRow>(arguments, 2);
-  const auto row_count = argument<uint32_t>(arguments, 3), pieces = argument<uint32_t>(arguments, 5);
-  const auto* const dims = array_argument<const WordDim>(arguments, 4);
+  const auto row_count = argument<uint32_t>(arguments, 3), pieces = argument<uint32_t>(arguments, 4);
   const bool wrong = answer("kernels compute wrong") != 0;
   queue(stream, nullptr, 0, [=] {
     if (warps < pieces) return false;
     std::vector<WordRow> rows(table, table + row_count);
-    for (WordRow& row : rows) {
-      if (!reads_one_allocation(row, dims)) return false;
-      row.address = reinterpret_cast<uintptr_t>(behind(row.address));
+    for (size_t i = 0; i < rows.size(); ++i) {
+      const uint32_t end = i + 1 < rows.size() ? rows[i + 1].first_piece : pieces;
+      if (!reads_one_allocation(rows[i], (end - rows[i].first_piece) / rows[i].run_pieces)) return false;
+      rows[i].address = reinterpret_cast<uintptr_t>(behind(rows[i].address));
     }
     for (uint32_t piece = 0; piece < pieces; ++piece) {
       const uint32_t index = vescale_ckpt::device::row_of_piece(rows.data(), row_count, piece);
       for (uint32_t lane = 0; lane < vescale_ckpt::device::kSumLanes; ++lane) {
-        vescale_ckpt::field::Value sum = vescale_ckpt::device::lane_sum(
-            rows[index], dims, piece - rows[index].first_piece, lane, powers->steps, *powers);
+        vescale_ckpt::field::Value sum =
+            vescale_ckpt::device::lane_sum(rows[index], piece - rows[index].first_piece, lane, *powers);
         for (uint64_t& column : sums[index].columns) {
           column += static_cast<uint32_t>(sum);
           sum >>= 32;
