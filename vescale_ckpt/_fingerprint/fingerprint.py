@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 FILE = "fingerprint.json"  #: the extra file of a checkpoint that holds its fingerprint
 KEY = EXTRA_FILES + FILE  #: its key among the checkpoint's objects
+OTHER_VALUES = "other values"  #: what differs in tensors of one dtype and shape
 _OF_RANK = re.compile(r"(.+)\.rank_\d+_of_(\d+)", re.DOTALL)  # a key of `PerRank`: name, and number of ranks
 _BEGIN = re.compile(rb'\{"fingerprint":\d+,"tensors":')  # of the text, in every version
-_DIGITS = re.compile("[0-9a-f]{32}")
 _VERSION = 1  # of the text, and of how values are computed
 _Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset and size of a chunk in its tensor
 
@@ -36,19 +36,8 @@ class TensorValue(NamedTuple):
     shape: tuple[int, ...]
     value: int
 
-
-@dataclass(frozen=True)
-class Difference:
-    """How a key differs in two fingerprints, as text, and which of this rank's chunks differ: offsets and sizes. None:
-    not known, because a fingerprint is from a file, or the chunks were cut elsewhere."""
-
-    what: str
-    chunks: tuple[_Box, ...] | None = None
-
     def __str__(self) -> str:
-        if not self.chunks:
-            return self.what
-        return f"{self.what} (here: {', '.join(f'{list(size)} at {list(offset)}' for offset, size in self.chunks)})"
+        return f"{self.dtype} {list(self.shape)}"
 
 
 @dataclass(frozen=True)
@@ -57,7 +46,8 @@ class Fingerprint:
     and the devices. Two states that differ have different ones, except with a probability of at most 2^-90 for a tensor
     of 600 GB.
 
-    `str()` is 32 hexadecimal digits for log lines. `a - b` is {key: `Difference`} of all keys that differ.
+    `str()` is 32 hexadecimal digits for log lines. `a - b` is {key: what differs} of all keys that differ; of two that
+    this process has taken, it names the chunks of this rank that do.
     """
 
     tensors: Mapping[str, TensorValue]
@@ -69,10 +59,6 @@ class Fingerprint:
     values: bytes = field(default=b"", compare=False, repr=False)  #: 16 bytes of each item of the inventory
 
     def __str__(self) -> str:
-        return self.digest
-
-    @cached_property
-    def digest(self) -> str:
         return hashlib.blake2b(self.to_bytes(), digest_size=16).hexdigest()
 
     @cached_property
@@ -94,28 +80,27 @@ class Fingerprint:
         tensors = {key: of for key, of in self.tensors.items() if key in kept}
         return Fingerprint(tensors, {key: of for key, of in self.objects.items() if key in kept})
 
-    def __sub__(self, other: Fingerprint) -> dict[str, Difference]:
-        found = {}
-        for key in sorted(self.keys() | other.keys()):
-            if (difference := self._difference(other, key)) is not None:
-                found[key] = difference
-        return found
+    def __sub__(self, other: Fingerprint) -> dict[str, str]:
+        keys = sorted(self.keys() | other.keys())
+        return {key: what for key in keys if (what := self._difference(other, key))}
 
-    def _difference(self, other: Fingerprint, key: str) -> Difference | None:
+    def _difference(self, other: Fingerprint, key: str) -> str:
         here, there = self._value(key), other._value(key)
         if here == there:
-            return None
+            return ""
         if here is None or there is None:
-            return Difference("only in the first" if there is None else "only in the second")
-        if not (isinstance(here, TensorValue) and isinstance(there, TensorValue)):
-            kinds = {type(here), type(there)}
-            return Difference("another object" if kinds == {str} else "a tensor in one, an object in the other")
+            return "only in the first" if there is None else "only in the second"
+        if isinstance(here, str) or isinstance(there, str):
+            return "another object" if type(here) is type(there) else "a tensor in one, an object in the other"
         if here[:2] != there[:2]:
-            return Difference(f"{_described(here)} in the first, {_described(there)} in the second")
+            return f"{here} in the first, {there} in the second"
         mine, others = self._chunks.get(key, {}), other._chunks.get(key, {})
         if not mine or mine.keys() != others.keys():
-            return Difference("other values")
-        return Difference("other values", tuple(box for box, value in mine.items() if value != others[box]))
+            return OTHER_VALUES
+        differing = [
+            f"{list(size)} at {list(offset)}" for (offset, size), value in mine.items() if value != others[offset, size]
+        ]
+        return f"{OTHER_VALUES} (here: {', '.join(differing)})" if differing else OTHER_VALUES
 
     def _value(self, key: str) -> TensorValue | str | None:
         return self.tensors.get(key) or self.objects.get(key)
@@ -138,7 +123,7 @@ class Fingerprint:
             if found["fingerprint"] != _VERSION:
                 raise ValueError(f"version {found['fingerprint']!r}")
             tensors = {key: _tensor_value(*of) for key, of in found["tensors"].items()}
-            objects = {key: _of_digits(of).hex() for key, of in found["objects"].items()}
+            objects = {key: bytes.fromhex(of).hex() for key, of in found["objects"].items()}
         except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
             raise CorruptCheckpointError(
                 f"{path}: its fingerprint is not readable: {error}", key=None, file=path
@@ -185,24 +170,17 @@ def not_comparable(a: Fingerprint, b: Fingerprint) -> set[str]:
     return {match[0] for found in matches for match in found if match[1] in apart}
 
 
-class Trail:
-    """Compares each save of a training with the one before it, and finds a copy that is saved again and again."""
-
-    def __init__(self) -> None:
-        self._last: tuple[int, dict[str, TensorValue]] | None = None
-
-    def note(self, step: int, taken: Fingerprint) -> str | None:
-        """Notes the fingerprint of a save. Returns a warning if all trained tensors equal those of the save before,
-        although the step has gone on; otherwise None."""
-        trained = {key: of for key, of in taken.tensors.items() if _is_trained(of)}
-        before, self._last = self._last, (step, trained)
-        if before is None or not trained or before[0] >= step or before[1] != trained:
-            return None
-        return (
-            f"step {step} has the same tensors as step {before[0]}, bit for bit: all {len(trained):,} parameters, "
-            f"moments and buffers of floating point ({some(sorted(trained), 3)}). Either the optimizer made no step in "
-            "between, or what is saved is a stale copy. Counters, random states and objects are not compared"
-        )
+def stale_copy(before: tuple[int, Fingerprint], step: int, taken: Fingerprint) -> str | None:
+    """Returns a warning if all trained tensors of a save equal those of the save before (its step and fingerprint),
+    although the step has gone on: a copy may be saved again and again. None otherwise."""
+    trained, others = ({key: of for key, of in save.tensors.items() if _is_trained(of)} for save in (taken, before[1]))
+    if before[0] >= step or not trained or trained != others:
+        return None
+    return (
+        f"step {step} has the same tensors as step {before[0]}, bit for bit: all {len(trained):,} parameters, "
+        f"moments and buffers of floating point ({some(sorted(trained), 3)}). Either the optimizer made no step in "
+        "between, or what is saved is a stale copy. Counters, random states and objects are not compared"
+    )
 
 
 def _is_trained(of: TensorValue) -> bool:
@@ -212,14 +190,4 @@ def _is_trained(of: TensorValue) -> bool:
 
 
 def _tensor_value(dtype: str, shape: list[int], value: str) -> TensorValue:
-    return TensorValue(str(dtype), tuple(map(int, shape)), int.from_bytes(_of_digits(value), "big"))
-
-
-def _of_digits(digits: str) -> bytes:
-    if _DIGITS.fullmatch(digits) is None:
-        raise ValueError(f"{digits!r:.40} are not 32 hexadecimal digits")
-    return bytes.fromhex(digits)
-
-
-def _described(value: TensorValue) -> str:
-    return f"{value.dtype} {list(value.shape)}"
+    return TensorValue(str(dtype), tuple(map(int, shape)), int.from_bytes(bytes.fromhex(value), "big"))

@@ -22,7 +22,7 @@ from .._ranks.exchange import Exchange, calling
 from .._state.key_selection import Selection
 from ..errors import CheckpointError, CheckpointTimeoutError, StateDiffersError, some
 from .collect import fingerprint, flat_values
-from .fingerprint import FILE, Fingerprint, not_comparable
+from .fingerprint import FILE, OTHER_VALUES, Fingerprint, not_comparable
 from .object_digest import differing_elements
 
 logger = logging.getLogger(__name__)
@@ -133,8 +133,7 @@ def _prove_against(
     locates: bool = True,
 ) -> Proof:
     proof = _compare(stored, fingerprint(state, process_group=process_group, timeout=timeout))
-    unequal = [key for key in proof.different if locates and _same_form(stored, proof.fingerprint, key)]
-    if unequal:
+    if unequal := [key for key, what in proof.different.items() if locates and what == OTHER_VALUES]:
         located = _locate(path, state, unequal[:_MOST_LOCATED], process_group, timeout)
         proof = replace(proof, different={**proof.different, **located})
     if strict and not proof:
@@ -168,15 +167,11 @@ def _load(
 def _compare(stored: Fingerprint, live: Fingerprint) -> Proof:
     apart = not_comparable(stored, live)
     there, here = stored.keys() - apart, live.keys() - apart
-    different = {key: str(of) for key, of in (stored - live).items() if key in there and key in here}
-    equal = len(there & here) - len(different)
+    both = there & here
+    different = {key: what for key, what in (stored - live).items() if key in both}
+    equal = len(both) - len(different)
     missing, unexpected, others = (tuple(sorted(keys)) for keys in (there - here, here - there, apart))
     return Proof(live, equal, different, missing, unexpected, live.replicas, others)
-
-
-def _same_form(stored: Fingerprint, live: Fingerprint, key: str) -> bool:
-    a, b = stored.tensors.get(key), live.tensors.get(key)
-    return a is not None and b is not None and a[:2] == b[:2]
 
 
 def _locate(

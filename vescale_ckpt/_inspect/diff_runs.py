@@ -69,7 +69,7 @@ def _compare(a: str, b: str, result: RunDiff) -> bool:
     if one is None or other is None:
         return False
     apart = not_comparable(one, other)
-    result.different = {key: str(how) for key, how in (one - other).items() if key not in apart}
+    result.different = {key: how for key, how in (one - other).items() if key not in apart}
     result.not_compared = sorted({*result.not_compared, *apart})
     return True
 

@@ -18,7 +18,7 @@ from .._checkpoint.native.step_order import path_of
 from .._collective.background import BackgroundQueue
 from .._collective.handle import SaveHandle
 from .._fingerprint.collect import fingerprint as take_fingerprint
-from .._fingerprint.fingerprint import Fingerprint, Trail, with_fingerprint
+from .._fingerprint.fingerprint import Fingerprint, stale_copy, with_fingerprint
 from .._observe.listeners import Finished, tell
 from .._ranks.exchange import Exchange, digest
 from .._ranks.groups import place_in
@@ -66,7 +66,8 @@ class SaveLoop:
         self._best = best
         self._async_checkpoint = async_checkpoint
         self._tolerates = tolerates
-        self._trail = Trail() if fingerprints else None
+        self._fingerprints = fingerprints
+        self._last_taken: tuple[int, Fingerprint] | None = None  # step and fingerprint of the last save
         self._durations: deque[float] = deque(maxlen=3)  # seconds until the last saves were durable
 
     def is_due(self, step: int) -> bool:
@@ -152,7 +153,7 @@ class SaveLoop:
         """Begins a save and makes sure that `running.end` is called."""
         began, folders = time.monotonic(), self._folders
         group, taken = self._ranks.process_group, None
-        if self._trail is not None:  # of the live state, before training goes on
+        if self._fingerprints:  # of the live state, before training goes on
             taken = take_fingerprint(state, process_group=group, timeout=self._ranks.patience())
             extra_files = with_fingerprint(extra_files, taken)
         running = self.running = RunningSave(folders.root, step, folders.writes_notes, self.running)
@@ -182,11 +183,10 @@ class SaveLoop:
 
     def _tell(self, step: int, taken: Fingerprint) -> None:
         """Logs the fingerprint of a save, on the coordinator, and warns if training has not changed the tensors."""
-        assert self._trail is not None
-        warning = self._trail.note(step, taken)
+        before, self._last_taken = self._last_taken, (step, taken)
         if self._ranks.is_coordinator():
             logger.info("step %d: fingerprint %s", step, taken)
-            if warning is not None:
+            if before is not None and (warning := stale_copy(before, step, taken)):
                 logger.warning("%s", warning)
 
     def _ended(self, running: RunningSave, handle: SaveHandle) -> None:
