@@ -33,11 +33,20 @@ VESCALE_CKPT_LANE uint64_t edge_at(uint64_t at, uint64_t begin, uint64_t end) {
   return word;
 }
 
+// Returns a value times the point to the power of a word's number.
+VESCALE_CKPT_LANE field::Value times_power(field::Value value, uint64_t word, const WordPowers& powers) {
+  VESCALE_CKPT_NO_UNROLL
+  for (uint32_t digit = 0; word != 0; word >>= 8, ++digit) {
+    value = field::product(value, powers.digits[digit][word & 255]);
+  }
+  return value;
+}
+
 // Returns a lane's part of the sum of a row. `piece`: of the row.
 VESCALE_CKPT_LANE field::Value lane_sum(const WordRow& row, uint32_t piece, uint32_t lane, const WordPowers& powers) {
   const uint64_t run = piece / row.run_pieces, place = row.place + run * row.place_stride;
   const uint64_t begin = row.address + run * static_cast<uint64_t>(row.memory_stride), end = begin + row.run;
-  uint64_t word = place / kSumWordBytes + uint64_t{piece % row.run_pieces} * kSumPieceWords + lane;
+  const uint64_t word = place / kSumWordBytes + uint64_t{piece % row.run_pieces} * kSumPieceWords + lane;
   const uint64_t at = begin + (kSumWordBytes * word - place);  // of the lane's first word; it may begin before the run
   if (at >= end) return 0;
   const uint64_t whole = (end - 1 - at) / kSumStepBytes;
@@ -57,12 +66,8 @@ VESCALE_CKPT_LANE field::Value lane_sum(const WordRow& row, uint32_t piece, uint
   }
   if (last != 0) add(edge_at(at + last * kSumStepBytes, begin, end), powers.steps[last]);
 
-  field::Value sum = field::sum(field::reduced(low), field::shifted(field::reduced(high), 64));
-  VESCALE_CKPT_NO_UNROLL
-  for (uint32_t digit = 0; word != 0; word >>= 8, ++digit) {
-    sum = field::product(sum, powers.digits[digit][word & 255]);
-  }
-  return sum;
+  const field::Value sum = field::sum(field::reduced(low), field::shifted(field::reduced(high), 64));
+  return times_power(sum, word, powers);
 }
 
 // Returns the row of a piece of the table.

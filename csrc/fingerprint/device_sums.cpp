@@ -32,15 +32,13 @@ Chunk known_chunk(const std::byte* powers) {
   return {io::Box(1, shape, offset, size, strides), powers};
 }
 
-Value known_value() {
-  static const Value value =
-      of_chunks(std::vector{known_chunk(reinterpret_cast<const std::byte*>(&detail::word_powers()))}, 1)[0];
-  return value;
+Value value_of(const device::WordSum& sum) {
+  Value total = 0;
+  for (unsigned i = 0; i < 4; ++i) total = field::sum(total, field::shifted(Value{sum.columns[i]}, 32 * i));
+  return total;
 }
 
 }  // namespace
-
-namespace detail {
 
 const WordPowers& word_powers() {
   static const std::unique_ptr<const WordPowers> powers = [] {
@@ -54,6 +52,8 @@ const WordPowers& word_powers() {
   return *powers;
 }
 
+namespace detail {
+
 bool add_to_table(const Chunk& chunk, WordTable& table) {
   const uint64_t pieces = pieces_of(chunk.box), run = chunk.box.memory_run_bytes();
   if (table.rows.size() == device::kWordRows || pieces > device::kWordPieces - table.pieces) return false;
@@ -62,12 +62,6 @@ bool add_to_table(const Chunk& chunk, WordTable& table) {
                         repeat.body_stride, table.pieces, static_cast<uint32_t>(device::pieces_of_run(run))});
   table.pieces += static_cast<uint32_t>(pieces);
   return true;
-}
-
-Value value_of(const device::WordSum& sum) {
-  Value total = 0;
-  for (unsigned i = 0; i < 4; ++i) total = field::sum(total, field::shifted(Value{sum.columns[i]}, 32 * i));
-  return total;
 }
 
 }  // namespace detail
@@ -86,19 +80,20 @@ std::optional<std::vector<Value>> of_device_chunks(device::Accelerator& accelera
   const auto stream = accelerator.make_stream(device::Priority::normal);
   event->record(producer);
   stream->after(*event);
+  const Value known = of_chunks(std::vector{known_chunk(reinterpret_cast<const std::byte*>(&word_powers()))}, 1)[0];
   std::vector<Value> values;
   values.reserve(chunks.size());
   while (values.size() < chunks.size()) {
     WordTable table;
     detail::add_to_table(known_chunk(reinterpret_cast<const std::byte*>(slab->table())), table);
     for (size_t i = values.size(); i < chunks.size() && detail::add_to_table(chunks[i], table);) ++i;
-    const std::vector<device::WordSum> sums = stream->sum_words(*slab, table, detail::word_powers());
-    if (detail::value_of(sums[0]) != known_value()) {
+    const std::vector<device::WordSum> sums = stream->sum_words(*slab, table, word_powers());
+    if (value_of(sums[0]) != known) {
       device::note("the kernel of fingerprints computes known values wrong on the device at " +
                    accelerator.pci_address() + ": fingerprints are taken on the host");
       return std::nullopt;
     }
-    std::transform(sums.begin() + 1, sums.end(), std::back_inserter(values), detail::value_of);
+    std::transform(sums.begin() + 1, sums.end(), std::back_inserter(values), value_of);
   }
   return values;
 }

@@ -19,11 +19,12 @@ bool is_for_kernel(const io::Box& box);
 std::optional<std::vector<Value>> of_device_chunks(device::Accelerator& accelerator, device::StreamHandle producer,
                                                    std::span<const Chunk> chunks);
 
-namespace detail {  // for tests
+// The powers of the point, which are made at the first call.
 const device::WordPowers& word_powers();
+
+namespace detail {  // for tests
 // Adds a chunk to the table. Returns false if there is no room.
 bool add_to_table(const Chunk& chunk, device::WordTable& table);
-Value value_of(const device::WordSum& sum);
 }  // namespace detail
 
 }  // namespace vescale_ckpt::fingerprint

@@ -1,11 +1,11 @@
 #include "fingerprint/fingerprint.h"
 
 #include <algorithm>
-#include <cstring>
 #include <optional>
 #include <utility>
 
 #include "base/workers.h"
+#include "device/word_sums.h"
 #include "fingerprint/device_sums.h"
 #include "fingerprint/words.h"
 #include "format/torch_record.h"
@@ -14,56 +14,30 @@
 namespace vescale_ckpt::fingerprint {
 namespace {
 
-using field::power;
 using field::product;
 using field::sum;
 
 constexpr uint64_t kBlockBytes = kBlockWords * kWordBytes;
 constexpr Value kBlockPower = product(kPowers[kBlockWords - 1], kPoint);
 
-// Sums up runs of bytes of one tensor. The powers of the point at the last two runs are kept, because the distance from
-// run to run is mostly the same.
-class Sum {
- public:
-  void add(const std::byte* data, uint64_t bytes, uint64_t offset) {
-    if (bytes == 0) return;
-    move_to(offset / kWordBytes);
-    if (const uint64_t before = offset % kWordBytes; before != 0) {
-      const uint64_t taken = std::min(bytes, kWordBytes - before);
-      total_ = sum(total_, product(power_, of_block(data, taken) << (8 * before)));
-      data += taken;
-      bytes -= taken;
-      if (bytes == 0) return;
-      move_to(word_ + 1);
-    }
-    for (Value factor = power_; bytes != 0; factor = product(factor, kBlockPower)) {
-      const uint64_t some = std::min(bytes, kBlockBytes);
-      total_ = sum(total_, product(factor, of_block(data, some)));
-      data += some;
-      bytes -= some;
-    }
+// Returns the sum of a run of bytes at an offset in its tensor.
+Value of_run(const std::byte* data, uint64_t bytes, uint64_t offset) {
+  Value total = 0, factor = 1;
+  if (const uint64_t before = offset % kWordBytes; before != 0) {
+    const uint64_t taken = std::min(bytes, kWordBytes - before);
+    total = of_block(data, taken) << (8 * before);
+    factor = kPoint;
+    data += taken;
+    bytes -= taken;
   }
-
-  Value total() const { return total_; }
-
- private:
-  void move_to(uint64_t word) {
-    if (word == word_) return;
-    if (word < word_) {
-      power_ = power(kPoint, word);
-    } else {
-      const uint64_t step = word - word_;
-      if (step != step_) step_power_ = step < kBlockWords ? kPowers[step] : power(kPoint, step);
-      step_ = step;
-      power_ = product(power_, step_power_);
-    }
-    word_ = word;
+  for (; bytes != 0; factor = product(factor, kBlockPower)) {
+    const uint64_t some = std::min(bytes, kBlockBytes);
+    total = sum(total, product(factor, of_block(data, some)));
+    data += some;
+    bytes -= some;
   }
-
-  Value total_ = 0;
-  uint64_t word_ = 0, step_ = 0;
-  Value power_ = 1, step_power_ = 1;  // the point to the power of `word_` and of `step_`
-};
+  return device::times_power(total, offset / kWordBytes, word_powers());
+}
 
 constexpr uint64_t kPartBytes = 4 << 20, kShortRun = 64, kGatherBytes = 32 << 10;
 
@@ -74,22 +48,25 @@ struct Part {
 };
 
 Value of_part(const Chunk& chunk, uint64_t begin, uint64_t end, std::vector<std::byte>& buffer) {
-  Sum total;
+  Value total = 0;
+  const auto add = [&](const std::byte* data, uint64_t bytes, uint64_t at) {
+    total = sum(total, of_run(data, bytes, at));
+  };
   const io::Box& box = chunk.box;
   if (box.memory_run_bytes() >= std::min(kShortRun, box.run_bytes())) {
-    box.runs_in_memory(
-        begin, end, [&](uint64_t at, int64_t memory, uint64_t bytes) { total.add(chunk.memory + memory, bytes, at); });
-    return total.total();
+    box.runs_in_memory(begin, end,
+                       [&](uint64_t at, int64_t memory, uint64_t bytes) { add(chunk.memory + memory, bytes, at); });
+    return total;
   }
   buffer.resize(kGatherBytes);
   box.runs(begin, end, [&](uint64_t at, int64_t, uint64_t bytes) {
     for (uint64_t done = 0; done < bytes; done += kGatherBytes) {
       const uint64_t some = std::min(kGatherBytes, bytes - done);
       box.gather(buffer.data(), at + done, at + done + some, chunk.memory);
-      total.add(buffer.data(), some, at + done);
+      add(buffer.data(), some, at + done);
     }
   });
-  return total.total();
+  return total;
 }
 
 struct ChunksOfItems {

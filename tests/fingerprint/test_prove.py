@@ -346,15 +346,3 @@ def _sharded(full: torch.Tensor) -> DTensor:
 
 def test_replicas_and_shards_that_differ_are_named_on_all_ranks(tmp_path: Path) -> None:
     run_ranks(2, _replicas, tmp_path)
-
-
-def test_a_file_of_the_users_with_the_name_of_the_fingerprint(tmp_path: Path) -> None:
-    own, state, files = {"fingerprint.json": b"[1]"}, {"w": torch.ones(2)}, {}
-    vescale_ckpt.save(tmp_path / "c", state, extra_files=own)
-    vescale_ckpt.load(tmp_path / "c", {"w": torch.zeros(2)}, extra_files=files)
-    assert files == own
-    with pytest.raises(ValueError, match="fingerprint=True"):
-        vescale_ckpt.save(tmp_path / "c", state, extra_files=own, fingerprint=True)
-    vescale_ckpt.save(tmp_path / "c", state, fingerprint=True)
-    vescale_ckpt.load(tmp_path / "c", {"w": torch.zeros(2)}, extra_files=files)
-    assert files == {}

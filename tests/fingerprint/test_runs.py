@@ -119,13 +119,6 @@ def test_a_part_is_proved_as_a_part(tmp_path: Path) -> None:
     assert all("not proved: it was loaded in part, or under other names" in text for text in lines[1:])
 
 
-def test_a_checkpoint_without_a_fingerprint_is_restored_with_a_warning(tmp_path: Path) -> None:
-    vescale_ckpt.save(tmp_path / "step-7", {"w": torch.ones(3)})
-    with CheckpointManager(tmp_path, prove=True) as manager, logged() as texts:
-        assert manager.restore({"w": torch.zeros(3)}) == 7
-    assert [text for text in texts if "not proved: it was saved without fingerprint=True" in text]
-
-
 def test_a_damaged_fingerprint_is_a_damaged_checkpoint(tmp_path: Path) -> None:
     _run(tmp_path, 1)
     vescale_ckpt.save(tmp_path / "step-2", _state(), extra_files={"fingerprint.json": b'{"fingerprint":1,"tensors":7}'})
@@ -371,6 +364,8 @@ def test_a_file_of_that_name_that_is_the_user_s_own_is_none(tmp_path: Path, caps
     assert files == own
     vescale_ckpt.save(tmp_path / "c", {"w": torch.ones(3)}, extra_files={"fingerprint.json": b"another"})
     assert not diff(path, tmp_path / "c").equal and diff(path, path).equal
+    with pytest.raises(ValueError, match="fingerprint=True"):
+        vescale_ckpt.save(path, {"w": torch.ones(3)}, extra_files=own, fingerprint=True)
 
 
 def test_other_formats_have_no_place_for_it(tmp_path: Path) -> None:

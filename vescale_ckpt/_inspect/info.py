@@ -119,10 +119,9 @@ def read_fingerprint(checkpoint: Checkpoint) -> Fingerprint | None:
     """
     if checkpoint.format != "dcp" or FINGERPRINT_KEY not in checkpoint.objects:
         return None
-    chunk = checkpoint.objects[FINGERPRINT_KEY]
-    _, record = storage_at(checkpoint.root).read_range(chunk.file, chunk.offset, chunk.bytes)
-    content = _value(record, chunk.crc)
+    content = _value(checkpoint, FINGERPRINT_KEY)
     if type(content) is not bytes:
+        chunk = checkpoint.objects[FINGERPRINT_KEY]
         file = os.path.join(checkpoint.root, chunk.file)
         raise CorruptCheckpointError(
             f"{FINGERPRINT_KEY}: the fingerprint is damaged", key=FINGERPRINT_KEY, file=file, offset=chunk.offset
@@ -142,22 +141,22 @@ class _Unpickler(pickle.Unpickler):
 
 def _plain_value(checkpoint: Checkpoint, key: str) -> Any:
     """Returns the value of an object of a native checkpoint: a number, a text, a short list of them. None if it is no
-    such value, damaged, or cannot be read. Runs no code."""
+    such value, damaged, or cannot be read."""
+    if not 0 < checkpoint.objects[key].bytes <= _MOST_BYTES:
+        return None
+    with suppress(Exception):  # of a store, too
+        if _is_plain(value := _value(checkpoint, key)):
+            return value
+    return None
+
+
+def _value(checkpoint: Checkpoint, key: str) -> Any:
+    """Returns the value of an object of a native checkpoint, if it is plain or bytes, and None if it is neither, or
+    damaged. Runs no code. Raises what reading raises."""
     chunk = checkpoint.objects[key]
-    if not 0 < chunk.bytes <= _MOST_BYTES:
-        return None
+    _, record = storage_at(checkpoint.root).read_range(chunk.file, chunk.offset, chunk.bytes)
     try:
-        _, record = storage_at(checkpoint.root).read_range(chunk.file, chunk.offset, chunk.bytes)
-    except Exception:  # of a store, too
-        return None
-    value = _value(record, chunk.crc)
-    return value if _is_plain(value) else None
-
-
-def _value(record: bytes, crc: int) -> Any:
-    """Returns the value of an object's record, if it is plain or bytes, and None if it is neither, or damaged."""
-    try:
-        content = _C.archive_pickle(record) if crc < 0 or _C.crc32(record) == crc else None
+        content = _C.archive_pickle(record) if chunk.crc < 0 or _C.crc32(record) == chunk.crc else None
         if content is None or _C.check_pickle(content)[0]:
             return None
         return _Unpickler(io.BytesIO(content)).load()
