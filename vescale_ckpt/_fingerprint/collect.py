@@ -58,19 +58,17 @@ def fingerprint(
 
 def _take(state: Mapping[str, Any], exchange: Exchange) -> Fingerprint:
     steps = Steps(exchange, "taking a fingerprint")
-    held = steps.take(lambda: Planner(reuse_plans=False).describe_all(flat_values(state, exchange), None, ""))
-    values = steps.take(lambda: _values(held)) if held is not None else None
+    mine: list[bytes] = []  # the inventory, and the values of its items
 
-    def message() -> tuple[bytes, ...]:
-        assert held is not None and values is not None
-        return *_C.inventory_parts(held.inventory), values
+    def describe() -> tuple[bytes, ...]:
+        held = Planner(reuse_plans=False).describe_all(flat_values(state, exchange), None, "")
+        mine[:] = held.inventory, _values(held)
+        return *_C.inventory_parts(held.inventory), mine[1]
 
-    gathered = steps.gather_distinct(message, _PARTS, "gather fingerprints")
+    gathered = steps.gather_distinct(describe, _PARTS, "gather fingerprints")
     combined = None if gathered is None else steps.take(_combine, gathered)
     steps.raise_together("combine fingerprints")
-    content = exchange.broadcast(combined, steps.phase("share the fingerprint"))
-    assert held is not None and values is not None
-    return _parsed(content, held.inventory, values)
+    return _parsed(exchange.broadcast(combined, steps.phase("share the fingerprint")), *mine)
 
 
 def flat_values(state: Mapping[str, Any], exchange: Exchange) -> dict[str, Any]:
@@ -130,7 +128,7 @@ def _sum_on_host(chunk: torch.Tensor, shape: tuple[int, ...], offset: tuple[int,
 def _combine(gathered: Sequence[Sequence[bytes]]) -> bytes:
     """Adds up what the ranks hold: each chunk once, whichever ranks hold it."""
     inventories = [(head, rows, numbers, names) for head, rows, numbers, names, _ in gathered]
-    values = [parts[4] for parts in gathered]
+    values = [of_rank for *_, of_rank in gathered]
     plan = _C.GlobalPlan(inventories, "lowest_rank", NO_LIMIT, [_hashes(of_rank) for of_rank in values])
     differing = {key: [one, other] for key, one, other in plan.differences}
     tensors: dict[str, list[Any]] = {}

@@ -103,15 +103,6 @@ class DeviceSums : public testing::Test {
   std::vector<std::byte> data_ = random_bytes(200'000, 7);
 };
 
-TEST_F(DeviceSums, AreTheHosts) {
-  std::vector<Chunk> here, on_device;
-  for (size_t bytes : {size_t{1}, size_t{48}, size_t{99'999}, data_.size()}) {
-    here.push_back(flat(data_.data(), bytes, static_cast<int64_t>(bytes)));
-    on_device.push_back(there(here.back(), bytes));
-  }
-  EXPECT_EQ(found(on_device), of_chunks(here, 1));
-}
-
 TEST_F(DeviceSums, OfMoreChunksThanALaunchTakes) {
   std::vector<Chunk> here, on_device;
   const Chunk all = there(flat(data_.data(), data_.size(), 0), data_.size());
