@@ -1,10 +1,9 @@
-"""Faults of the field that `prove` names by key; those of one optimizer on one rank are in test_prove.py, and the stale
-asynchronous snapshot in test_runs.py."""
+"""Faults of the field that `prove` names by key; the stale asynchronous snapshot is in test_runs.py."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,24 +57,71 @@ def _different(path: Path, state: State) -> list[str]:
     return [*caught.value.different]
 
 
+def _layers() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Tanh(), torch.nn.Linear(4, 6, bias=False))
+
+
+def test_a_resumed_state_is_proved(tmp_path: Path) -> None:
+    saved, resumed = (_trained(_layers(), torch.randn(5, 6)) for _ in range(2))
+    vescale_ckpt.save(tmp_path / "a", saved, fingerprint=True, extra_files={"config.json": b"{}"})
+    assert json.loads((tmp_path / "a" / "fingerprint.json").read_bytes())["fingerprint"] == 1
+    taken = vescale_ckpt.fingerprint(saved)
+    files: dict[str, bytes] = {}
+    vescale_ckpt.load(tmp_path / "a", resumed, extra_files=files)
+    assert files == {"config.json": b"{}"}
+    proof = vescale_ckpt.prove(tmp_path / "a", resumed)
+    assert proof and proof.equal > 10 and proof.fingerprint == taken and str(taken) in str(proof)
+
+
+def _transpose_moments(state: State) -> None:
+    moments = state["optimizer"].state[state["model"][2].weight]["exp_avg"]
+    moments.copy_(moments.reshape(4, 6).t().clone())
+
+
+FAULTS: dict[str, tuple[Callable[[State], object], str]] = {
+    "an optimizer whose layout is transposed": (_transpose_moments, r"1 different: optimizer\..*exp_avg "),
+    "moments that are dropped": (
+        lambda state: state["optimizer"].state.pop(state["model"][0].bias),
+        r"not in the state: optimizer\.",
+    ),
+    "one bit": (
+        lambda state: state["model"][0].weight.data.view(torch.int32)[1, 2].bitwise_xor_(1),
+        r"1 different: model\.0\.weight \(rank 0: 1 of 24 elements\)",
+    ),
+    "a stale copy of an offloaded optimizer": (
+        lambda state: state["optimizer"].state[state["model"][0].weight]["exp_avg_sq"].mul_(0.5),
+        r"1 different: optimizer\..*exp_avg_sq \(rank 0: 24 of 24 elements\)",
+    ),
+    "a schedule that restores its own step": (
+        lambda state: vars(state["schedule"]).update(last_epoch=7),
+        r"1 different: schedule\.last_epoch",
+    ),
+    "a rate that the schedule sets again after the load": (
+        lambda state: state["optimizer"].param_groups[0].update(lr=state["schedule"].base_lrs[0]),
+        r"1 different: optimizer\..*lr",
+    ),
+    "random states that are not restored": (  # a framework seeds all when training begins
+        lambda state: torch.manual_seed(0),
+        r"1 different: random\.rank_0_of_1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_each_fault_of_a_resume_is_named_by_its_key(tmp_path: Path, name: str) -> None:
+    state = _resumed(tmp_path / "a", _layers, torch.randn(5, 6))
+    fault, text = FAULTS[name]
+    fault(state)
+    with pytest.raises(StateDiffersError, match=text):
+        vescale_ckpt.prove(tmp_path / "a", state)
+    assert not vescale_ckpt.prove(tmp_path / "a", state, strict=False)
+
+
 def test_a_tied_weight_that_is_untied(tmp_path: Path) -> None:
     state = _resumed(tmp_path / "a", Tied, torch.arange(8))
     # As code that finds it missing, and initialises it.
     state["model"].head.weight = torch.nn.Parameter(torch.zeros(8, 4))
     assert _different(tmp_path / "a", state) == ["model.head.weight"]
-
-
-def test_a_rate_that_the_schedule_sets_again_after_the_load(tmp_path: Path) -> None:
-    state = _resumed(tmp_path / "a", partial(torch.nn.Linear, 3, 2), torch.ones(2, 3))
-    state["optimizer"].param_groups[0]["lr"] = state["schedule"].base_lrs[0]
-    (key,) = _different(tmp_path / "a", state)
-    assert key.startswith("optimizer.") and key.endswith("lr")
-
-
-def test_random_states_that_are_not_restored(tmp_path: Path) -> None:
-    state = _resumed(tmp_path / "a", partial(torch.nn.Linear, 3, 2), torch.ones(2, 3))
-    torch.manual_seed(0)  # a framework seeds all when training begins
-    assert _different(tmp_path / "a", state) == ["random.rank_0_of_1"]
 
 
 def _experts(directory: Path) -> None:
