@@ -52,12 +52,6 @@ def fingerprint(
     fingerprint; `CheckpointTimeoutError` with the ranks that did not arrive.
     """
     check_is_mapping(state, "fingerprint")
-    with calling("fingerprint", process_group):
-        return _take(state, Exchange.of(process_group, settings.timeout(timeout)))
-
-
-def _take(state: Mapping[str, Any], exchange: Exchange) -> Fingerprint:
-    steps = Steps(exchange, "taking a fingerprint")
     mine: list[bytes] = []  # the inventory, and the values of its items
 
     def describe() -> tuple[bytes, ...]:
@@ -65,10 +59,13 @@ def _take(state: Mapping[str, Any], exchange: Exchange) -> Fingerprint:
         mine[:] = held.inventory, _values(held)
         return *_C.inventory_parts(held.inventory), mine[1]
 
-    gathered = steps.gather_distinct(describe, _PARTS, "gather fingerprints")
-    combined = None if gathered is None else steps.take(_combine, gathered)
-    steps.raise_together("combine fingerprints")
-    return _parsed(exchange.broadcast(combined, steps.phase("share the fingerprint")), *mine)
+    with calling("fingerprint", process_group):
+        exchange = Exchange.of(process_group, settings.timeout(timeout))
+        steps = Steps(exchange, "taking a fingerprint")
+        gathered = steps.gather_distinct(describe, _PARTS, "gather fingerprints")
+        combined = None if gathered is None else steps.take(_combine, gathered)
+        steps.raise_together("combine fingerprints")
+        return _parsed(exchange.broadcast(combined, steps.phase("share the fingerprint")), *mine)
 
 
 def flat_values(state: Mapping[str, Any], exchange: Exchange) -> dict[str, Any]:

@@ -153,10 +153,8 @@ def is_fingerprint(content: bytes) -> bool:
 
 def has_fingerprint(checkpoint: Checkpoint) -> bool:
     """Whether a checkpoint has a fingerprint, which may be damaged, and not a user's own file of that name."""
-    if KEY not in checkpoint.objects:
-        return False
     with suppress(CheckpointError, OSError):
-        content = checkpoint.load_objects([KEY])[KEY]
+        content = checkpoint.load_objects([KEY])[KEY] if KEY in checkpoint.objects else b""
         return type(content) is bytes and is_fingerprint(content)
     return True
 
