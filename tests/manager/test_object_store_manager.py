@@ -16,6 +16,7 @@ from harness.fault_proxy import Rule
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager, Tier
 from vescale_ckpt._checkpoint.native.extra_copies import ExtraFiles
+from vescale_ckpt.manager import step_directories
 from vescale_ckpt.manager import tier as tiers
 from vescale_ckpt.manager.clean_up import clean_up
 
@@ -107,6 +108,19 @@ def test_a_branch_that_cannot_be_read_is_an_error(fault_proxy: Any, bucket_url: 
         manager.latest()
 
 
+@pytest.mark.parametrize("action", ["flip", "shorten"])
+def test_metrics_that_change_on_the_way_keep_the_best_step(fault_proxy: Any, bucket_url: str, action: Any) -> None:
+    options: dict[str, Any] = {"max_to_keep": 1, "best": "loss", "best_mode": "min", "async_checkpoint": False}
+    manager = CheckpointManager(bucket_url, **options)
+    manager.save(1, state(1), metrics={"loss": 0.1})
+    rule = Rule(action, kind="get", path=r"step-1/.*metrics")
+    fault_proxy.add(rule)
+    manager.save(2, state(2), metrics={"loss": 0.5})
+    assert rule.hits == 1 and 1 in manager.steps(), "it is the best"
+    manager.save(3, state(3), metrics={"loss": 0.4})
+    assert 1 in manager.steps(), "what came is not kept"
+
+
 @pytest.mark.parametrize("path", [r"\.metadata$", r"\.distcp$"])
 def test_one_flipped_bit_costs_no_checkpoint(
     fault_proxy: Any, bucket_url: str, path: str, caplog: pytest.LogCaptureFixture
@@ -144,6 +158,25 @@ def test_a_retired_checkpoint_goes_with_few_requests(fault_proxy: Any, bucket_ur
 
 
 # --- With a local directory before the store
+
+
+def test_orphans_of_a_folder_into_which_another_process_saves_now_stay(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores.write(f"{url}/step-7", "__0_01234567.distcp", b"half")
+    monkeypatch.setattr(step_directories, "SAVE_GRACE", -1.0)
+    exclusive = step_directories.exclusive
+
+    def after_a_save_has_begun(path: str) -> Any:
+        stores.write(path, "__0_89abcdef.distcp", b"of a save under way")
+        return exclusive(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(step_directories, "exclusive", after_a_save_has_begun)
+        assert step_directories.remove_orphans(url) == []
+    assert stores.data_files(f"{url}/step-7") == {"__0_01234567.distcp", "__0_89abcdef.distcp"}
+    assert step_directories.remove_orphans(url) == [7]
+    assert stores.names(f"{url}/step-7") == set()
 
 
 @pytest.fixture

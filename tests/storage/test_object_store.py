@@ -239,6 +239,64 @@ def test_what_was_put_back_is_taken(url: str, tmp_path: Path, damage: str, forma
     assert vescale_ckpt.verify(url).ok
 
 
+class _CutOff:
+    """An answer whose last byte did not come."""
+
+    def __init__(self, answer: Any) -> None:
+        self.meta, self._answer = answer.meta, answer
+
+    def bytes(self) -> bytes:
+        return bytes(self._answer.bytes())[:-1]
+
+
+def test_an_end_that_is_always_cut_off_is_an_error(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    get, storage = obstore.get, storage_at(url)
+    storage.write("a", bytes(100))
+    monkeypatch.setattr(obstore, "get", lambda *one, **more: _CutOff(get(*one, **more)))
+    with pytest.raises(OSError, match="came short"):
+        storage.read_range("a", -10, 10)
+
+
+class NotSupportedError(Exception):
+    """Of obstore, named so."""
+
+
+@pytest.fixture
+def no_ranges_from_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in Azure."""
+    get = obstore.get
+
+    def refuse(store: Any, key: str, *, options: dict[str, Any] | None = None) -> Any:
+        if "suffix" in str(options):
+            raise NotSupportedError("Azure does not support suffix range requests")
+        return get(store, key, options=options)
+
+    monkeypatch.setattr(obstore, "get", refuse)
+
+
+@pytest.mark.usefixtures("no_ranges_from_the_end")
+def test_saves_and_loads_without_ranges_from_the_end(url: str) -> None:
+    for _ in range(2):
+        vescale_ckpt.save(url, state())
+    assert_same(loaded(url, state()), state())
+
+
+@pytest.mark.usefixtures("no_ranges_from_the_end")
+def test_an_end_is_that_of_one_version_where_it_takes_two_requests(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    head, storage = obstore.head, storage_at(url)
+    storage.write("a", b"1" * 100)
+
+    def replaced_behind(store: Any, key: str) -> Any:
+        found = head(store, key)
+        if found["size"] == 100:
+            obstore.put(store, key, b"2" * 100 + b"3" * 100)
+        return found
+
+    monkeypatch.setattr(obstore, "head", replaced_behind)
+    found, end = storage.read_range("a", -10, 10)
+    assert (found.size, end) == (200, b"3" * 10)
+
+
 @pytest.mark.parametrize(
     ("action", "text"),
     [

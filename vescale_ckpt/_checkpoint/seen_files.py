@@ -40,13 +40,12 @@ class SeenFiles:
         if not all(self._is_written_once(os.path.basename(path)) for path in paths):
             paths.append(self._metadata)
         for path in paths:
-            if self._seen.get(path) is None:
+            if (seen := self._seen.get(path)) is None:
                 continue
-            with storage_at(path).look(fresh=True):
-                seen, now = self._seen.get(path), _identity(path)
+            now = _identity(path)
             if now is None and self._is_written_once(os.path.basename(path)):
                 continue  # a later save removed the file; nobody overwrote it before
-            if seen is not None and seen != now:
+            if seen != now:
                 raise CheckpointError(
                     f"{path} was changed while it was read: something else writes to this checkpoint. Load it again "
                     "when that is done",

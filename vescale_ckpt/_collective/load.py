@@ -179,7 +179,7 @@ class CollectiveLoad:
         return LoadReport(fit.missing, fit.unexpected, fit.mismatched, self._end(stats))
 
     def _open(self) -> _Contents:
-        with phase("metadata"), storage_at(self._source.path).look():
+        with phase("metadata"):
             checkpoint = self._checkpoint()
         extra = [] if self._extra_files is None else list(filter(is_extra, checkpoint.keys()))
         return _Contents(checkpoint, self._selection, extra)

@@ -22,7 +22,6 @@ from .._ranks.shared_directory import MarkerFile
 from .._ranks.steps import Steps
 from .._ranks.store_thread import StoreGoneError
 from .._state.application import saved_form
-from .._storage.open_storage import storage_at
 from .._write.layout import Layout
 from .._write.optimizer_gate import Gate
 from .._write.rank_save import RankSave
@@ -100,7 +99,6 @@ class Save:
         self._layout = layout
         values = layout.values(saved_form(state), exchange.is_coordinator)
         layout.begin(exchange.is_coordinator)
-        storage_at(self.path).expect_writers(exchange.size)
         if exchange.is_coordinator and exchange.size > 1 and not self._by_node:
             with named_system_errors(self.path):
                 marker.make()

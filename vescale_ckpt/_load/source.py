@@ -52,10 +52,9 @@ class Source:
 
     def open(self, rank: int | None = None) -> LoadableCheckpoint:
         """Opens the checkpoint; with `rank`, what that rank saved without collectives. Raises as `open_to_load`."""
-        with storage_at(self.path).look():
-            self._look_anew(rank)
-            self._share_lock(rank)
-            return self._stacked(open_to_load(self.path, rank, self.options.verify))
+        self._look_anew(rank)
+        self._share_lock(rank)
+        return self._stacked(open_to_load(self.path, rank, self.options.verify))
 
     def unpack(self, message: bytes) -> LoadableCheckpoint:
         """The checkpoint from a message of `pack_for_ranks`. `fingerprint` must be equal on both ranks. Raises as

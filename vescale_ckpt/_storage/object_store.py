@@ -16,15 +16,16 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import datetime, timezone
 from functools import cached_property
 from typing import Any
+
+import torch.distributed as dist
 
 from .. import settings
 from .._engine import _C, options
 from .._engine.engine_errors import of_system
 from ..errors import CheckpointError
-from . import object_looks, paths
+from . import paths
 from .object_clients import (
     ObjectChangedError,
     ObjectExistsError,
@@ -47,7 +48,6 @@ _MOST_KNOWN = 10_000
 _PROBE, _PROBE_SECONDS = ".metadata.tmp.probe.", 5
 _exclusive: set[str] = set()  # the roots of stores that are known to heed conditions
 _NO_RANGE = re.compile(r"status code: 416|InvalidRange")
-_PAGE = 1000  # objects that stores list with one request
 _ATTEMPTS = 3  # a range or a list that came short is requested so often
 
 
@@ -74,8 +74,6 @@ class Client:
             raise named(error, self.url) from error
 
     def head(self) -> dict[str, Any]:
-        if (look := object_looks.covering(self.url)) is not None and look.knows(self):
-            return look.head(self)
         with self._named():
             try:
                 found: dict[str, Any] = obstore().head(self.store, self.key)
@@ -83,7 +81,6 @@ class Client:
                 if isinstance(error, FileNotFoundError) or not refuses(error):
                     raise
                 found, _ = self.get((0, 1))  # the answer to HEAD has no body; the answer to GET says what is wrong
-        object_looks.note(self, found)
         return found
 
     def version(self) -> tuple[Any, ...] | None:
@@ -97,8 +94,6 @@ class Client:
     def get(self, part: Any = None, etag: str | None = None) -> tuple[dict[str, Any], Callable[[], Any]]:
         """Returns the object's properties, and a function that reads the object or a `part` of it (obstore's
         ranges)."""
-        if (look := object_looks.covering(self.url)) is not None and look.knows(self):
-            look.head(self)
         options: dict[str, Any] = {}
         if part is not None:
             options["range"] = part
@@ -110,8 +105,6 @@ class Client:
         if etag is not None and found["e_tag"] not in (etag, None):  # some stores ignore If-Match
             raise ObjectChangedError(errno.EIO, f"{self.url} was replaced while it was read", self.url)
 
-        object_looks.note(self, found)
-
         def content() -> Any:
             with self._named():
                 return result.bytes()
@@ -119,8 +112,8 @@ class Client:
         return found, content
 
     def end(self, length: int) -> tuple[dict[str, Any], bytes]:
-        """Returns the object's properties, and so many bytes from its end. Raises OSError if all answers were cut off.
-        Asks the store, whatever looks know."""
+        """Returns the object's properties, and so many bytes from its end. Raises OSError if all answers were cut
+        off."""
         for _ in range(_ATTEMPTS):  # obstore does not notice a body that ends too early
             with self._named():
                 size = None
@@ -141,16 +134,14 @@ class Client:
 
     def put(self, content: Any, *, create: bool = False) -> None:
         single = create or len(content) <= _MOST_SINGLE_PUT
-        with object_looks.changing(self), self._named():
-            mode = "create" if create else "overwrite"
-            made = obstore().put(self.store, self.key, content, mode=mode, use_multipart=not single)
-        now = datetime.now(timezone.utc)
-        object_looks.note(self, {"path": self.key, "size": len(content), "e_tag": made["e_tag"], "last_modified": now})
+        mode = "create" if create else "overwrite"
+        with self._named():
+            obstore().put(self.store, self.key, content, mode=mode, use_multipart=not single)
 
     def put_parts(self, parts: Iterator[Any], part_bytes: int) -> None:
         """Sends the parts as one multipart upload. If `parts` raises, aborts the upload and raises that error. So few
         are sent at a time that those of a rank take no more memory than small ones."""
-        at_once = min(_requests_in_flight(self.root), _bytes_in_flight() // part_bytes)
+        at_once = min(_requests_in_flight(), _bytes_in_flight() // part_bytes)
         with self._named():
             obstore().put(
                 self.store,
@@ -162,9 +153,8 @@ class Client:
             )
 
     def delete(self) -> None:
-        with object_looks.changing(self), self._named():
+        with self._named():
             obstore().delete(self.store, self.key)
-        object_looks.note(self, None)
 
     def delete_all(self, keys: Sequence[str]) -> None:
         """Removes objects anywhere in the store: a thousand with one request, if the store can."""
@@ -173,8 +163,6 @@ class Client:
         try:
             with self._named():
                 obstore().delete(self.store, [*keys])
-            for key in keys:
-                object_looks.note(Client(paths.joined(self.root, key)), None)
         except OSError:  # some stores refuse if one of them is gone already
             for key in keys:
                 with contextlib.suppress(ObjectMissingError):
@@ -182,39 +170,11 @@ class Client:
 
     def listed(self) -> tuple[list[str], list[dict[str, Any]]]:
         """Returns the keys of the folders directly below, and the objects directly below."""
-        if (known := self._known_below()) is None:
-            found = self._list(lambda: obstore().list_with_delimiter(self.store, self.key or None))
-            return list(found["common_prefixes"]), self._without_itself(found["objects"])
-        start = len(self.key) + 1 if self.key else 0
-        folders = {one["path"][: one["path"].index("/", start)] for one in known if "/" in one["path"][start:]}
-        return sorted(folders), [one for one in known if "/" not in one["path"][start:]]
+        found = self._list(lambda: obstore().list_with_delimiter(self.store, self.key or None))
+        return list(found["common_prefixes"]), self._without_itself(found["objects"])
 
     def all_below(self) -> list[dict[str, Any]]:
-        if (known := self._known_below()) is not None:
-            return known
         return self._without_itself(self._list(lambda: obstore().list(self.store, self.key or None).collect()))
-
-    def list_below(self, most: int) -> list[dict[str, Any]] | None:
-        """Returns all objects below, and None if they are more. Asks the store, whatever looks know."""
-
-        def listed() -> list[dict[str, Any]] | None:
-            found: list[dict[str, Any]] = []
-            for page in obstore().list(self.store, self.key or None, chunk_size=_PAGE):
-                found += page
-                if len(found) > most:
-                    return None
-            return found
-
-        found = self._list(listed)
-        return None if found is None else self._without_itself(found)
-
-    def _known_below(self) -> list[dict[str, Any]] | None:
-        """Returns all objects below, if a look knows them."""
-        look = object_looks.covering(self.url)
-        if look is None or not look.lists():
-            return None
-        start = f"{self.key}/" if self.key else ""
-        return self._without_itself(one for one in look.listed() if one["path"].startswith(start))
 
     def _list(self, request: Callable[[], Any]) -> Any:
         """Returns the answer to a request for a list. Repeats a request whose answer broke off: obstore does not."""
@@ -251,9 +211,6 @@ class ObjectStore(Storage):
 
     def limit_wait(self, seconds: int) -> contextlib.AbstractContextManager[None]:
         return limit_wait(seconds)
-
-    def look(self, *, lists: bool = False, fresh: bool = False) -> contextlib.AbstractContextManager[None]:
-        return object_looks.look(self._client, lists=lists, fresh=fresh)
 
     # --- What is there
 
@@ -338,7 +295,6 @@ class ObjectStore(Storage):
     def drop_caches(self) -> None:
         """Makes new connections, and forgets known objects."""
         self.forget_versions()
-        object_looks.forget_all()
         reconnect(self._client.root)
 
     # --- Writes
@@ -407,9 +363,6 @@ class ObjectStore(Storage):
             "replaced. Save to a folder that no other job uses, with overwrite=True",
             path=self.path,
         )
-
-    def expect_writers(self, number: int) -> None:
-        _writers[self._client.root] = number
 
     def sync(self, name: str = "") -> None:
         """Does nothing: an object is durable when it appears."""
@@ -547,7 +500,6 @@ def _send(client: Client, window: _C.PartWindow) -> None:
         window.uploaded()
 
 
-_writers: dict[str, int] = {}  # {root: ranks that write to it at a time}
 _STARTED_A_SECOND = 3500 * (128 << 20) // (80 << 20)
 
 
@@ -555,16 +507,21 @@ def _bytes_in_flight() -> int:
     return settings.number("object_store_requests") * options.SLOT_BYTES
 
 
-def _requests_in_flight(root: str) -> int:
+def _writers() -> int:
+    """How many ranks may write large files at a time."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _requests_in_flight() -> int:
     """Returns how many parts a rank sends at a time, of which each holds its share of 128 MiB: so few that all ranks,
     at 80 MB/s for each request, begin no more than the 3,500 PUT requests a second that S3 takes below one prefix; two
     at least."""
-    return max(2, min(settings.number("object_store_requests"), math.isqrt(_STARTED_A_SECOND // _writers.get(root, 1))))
+    return max(2, min(settings.number("object_store_requests"), math.isqrt(_STARTED_A_SECOND // _writers())))
 
 
 def _most_part_bytes(url: str) -> int:
     """Returns how large the parts of a large file should be."""
-    return min(_MOST_SINGLE_PUT, _bytes_in_flight() // _requests_in_flight(paths.split(url)[0]))
+    return min(_MOST_SINGLE_PUT, _bytes_in_flight() // _requests_in_flight())
 
 
 _C.set_remote_store(_OpenObject, _upload, _most_part_bytes)

@@ -89,12 +89,6 @@ class Storage(ABC):
         """A context in which requests of this thread time out after so many seconds, where there are requests."""
         return nullcontext()
 
-    def look(self, *, lists: bool = False, fresh: bool = False) -> AbstractContextManager[None]:
-        """A context in which this thread's questions about files in the folder and in those below it may be answered
-        from earlier answers of the same context, where each question is a request. `lists`: one request may list all of
-        them. `fresh`: knows nothing of a context around it."""
-        return nullcontext()
-
     # --- What is there
 
     @abstractmethod
@@ -185,10 +179,6 @@ class Storage(ABC):
     def check_exclusive_commits(self) -> None:
         """Raises `CheckpointError` if `commit` cannot keep the promise of `overwrite=False` in this storage. A save
         calls it before it sends anything."""
-
-    def expect_writers(self, number: int) -> None:
-        """Notes how many ranks write large files at a time: a store has a limit for all of them."""
-        return
 
     def rename(self, name: str, to: str) -> None:
         """Gives a file another name, and replaces a file of that name. Only a storage that `renames` can do it."""

@@ -62,14 +62,13 @@ class NativeLayout(Layout):
         storage_at(path).make()
         if not is_coordinator and storage_at(path).by_requests:
             return  # the coordinator checks for all
-        with storage_at(path).look():
-            if not self.options.overwrite and has_metadata(path, None):
-                raise _holds_checkpoint(path)
-            if is_coordinator:
-                if not self.options.overwrite:
-                    storage_at(path).check_exclusive_commits()
-                self._replaced = Replaced.read(path)
-                commit_metadata.remove_orphans(path, frozenset())
+        if not self.options.overwrite and has_metadata(path, None):
+            raise _holds_checkpoint(path)
+        if is_coordinator:
+            if not self.options.overwrite:
+                storage_at(path).check_exclusive_commits()
+            self._replaced = Replaced.read(path)
+            commit_metadata.remove_orphans(path, frozenset())
 
     # --- With the other ranks
 
@@ -211,8 +210,7 @@ class NativeLayout(Layout):
                 if self._pending is not None:
                     self._pending.check()  # before a copy or the index of the old checkpoint is touched
                 if self.options.overwrite:
-                    with storage_at(path).look():
-                        extra.withdraw(self._replaced.extra_names(path))
+                    extra.withdraw(self._replaced.extra_names(path))
                 commit_metadata.commit(path, self._pending or metadata, index, self.options.overwrite)
         except BaseException as error:
             extra.put_back(length, metadata[-TRAILER_BYTES:])
@@ -223,8 +221,7 @@ class NativeLayout(Layout):
                 raise _holds_checkpoint(path, COMMITTED_MEANWHILE) from error
             raise
         extra.publish()
-        with storage_at(path).look(lists=True, fresh=True):
-            commit_metadata.remove_orphans(path, self._replaced.files)
+        commit_metadata.remove_orphans(path, self._replaced.files)
         self._replaced = Replaced()
 
     def end(self) -> None:

@@ -30,7 +30,7 @@ class BranchTracker:
         self._branch: Branch | None = None  # the branch of the next saves; None: not decided yet
         self._newest = -1  # the newest step of this branch that this manager knows of
         self._origin: tuple[int, Branch] | None = None  # the restored step and its branch, unless it was saved last
-        self._known: dict[int, Branch] = {}  # {step: branch} that was read from disk before
+        self._known: dict[int, Branch] = {}  # {step: branch} of what need not be read again
         self._has_looked = False
         self._there: set[int] = set()  # steps that were there at the beginning
         self._ours: set[int] = set()  # steps that this manager has saved, has found when it restored, or has warned of
@@ -50,6 +50,15 @@ class BranchTracker:
         self._there = {*order.branches}
         self._newest = -1 if order.last is None else order.last
         self._has_looked = True
+
+    def known_steps(self) -> AbstractSet[int]:
+        """Steps that were complete when the last save began. Any thread may ask."""
+        return self._known.keys()
+
+    def note_end(self, branch: Branch, step: int | None) -> None:
+        """Notes that a save of the branch has ended: of a step, or None after a failure. Any thread may call it."""
+        if step is not None:
+            self._known = {**self._known, step: branch}
 
     def note_restored(self, step: int) -> list[int]:
         """Notes that training continues from a step. Returns later steps that are abandoned already."""

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from .._checkpoint.native.step_order import SavedOrder, all_steps, complete_steps, path_of
 from .._checkpoint.verify import verify
-from .._storage.open_storage import storage_at
 from ..errors import CheckpointError
 from ..reports import VerifyReport
 from . import step_directories, step_metrics
@@ -24,6 +23,7 @@ def clean_up(
     saved: int,
     doubted: AbstractSet[int] = frozenset(),
     spared: AbstractSet[int] = frozenset(),
+    known: AbstractSet[int] = frozenset(),
 ) -> frozenset[int]:
     """Removes checkpoints that retention does not keep. Checkpoints in use stay, and at least one sound checkpoint
     stays.
@@ -36,15 +36,16 @@ def clean_up(
         saved: the step that has just been saved. It always stays.
         doubted: steps that a load found damaged. They count as kept only if a verification finds no damage.
         spared: steps that stay whatever retention says.
+        known: steps that were complete when the save began: what they left are no orphans.
 
     Returns the steps of `doubted` that are sound. They stay, too: their load failed for another reason, and training
     went on from an older step.
     """
-    with storage_at(root).look(lists=True, fresh=True):
-        checkpoints = _candidates(root, retention)
-        surplus, sound = _to_remove(root, retention, checkpoints, saved, doubted)
-        step_directories.remove(root, sorted(surplus - sound - spared))
-        step_directories.remove_orphans(root, besides={checkpoint.step for checkpoint in checkpoints} - surplus)
+    checkpoints = _candidates(root, retention)
+    surplus, sound = _to_remove(root, retention, checkpoints, saved, doubted)
+    step_directories.remove(root, sorted(surplus - sound - spared))
+    complete = known | {checkpoint.step for checkpoint in checkpoints}
+    step_directories.remove_orphans(root, besides=complete - surplus)
     return sound
 
 
@@ -92,7 +93,7 @@ def _to_remove(
     complete = {checkpoint.step for checkpoint in checkpoints}
     found: dict[int, VerifyReport] = {}  # {step: report} of the checkpoints that would be kept
     # A load may have failed for another reason than the files.
-    whole = {step: _verify_whole(root, step) for step in sorted(complete & doubted)}
+    whole = {step: verify(path_of(root, step)) for step in sorted(complete & doubted)}
     sound = frozenset(step for step, report in whole.items() if report.ok)
     uncounted = whole.keys() - sound
     while True:
@@ -111,8 +112,7 @@ def _to_remove(
             break
         uncounted |= unsound
     if uncounted:
-        with storage_at(root).look(lists=True, fresh=True):
-            uncounted &= set(complete_steps(root))  # another process may have removed some of them meanwhile
+        uncounted &= set(complete_steps(root))  # another process may have removed some of them meanwhile
     for step in sorted(uncounted):
         reason = (found[step] if step in found else whole[step]).reason
         logger.warning("the checkpoint of step %d in %s does not count as kept: %s", step, root, reason)
@@ -120,7 +120,7 @@ def _to_remove(
     # A checkpoint whose files could not be read may still be whole.
     lost = {step for step in lost if step in whole or found[step].damaged}
     for step in sorted(lost - whole.keys()):
-        whole[step] = _verify_whole(root, step)
+        whole[step] = verify(path_of(root, step))
     lost = {step for step in lost if whole[step].damaged and not whole[step].unreadable}
     if not kept:
         logger.warning("nothing is removed from %s: none of the checkpoints that would stay is sound", root)
@@ -128,11 +128,6 @@ def _to_remove(
     if not surplus | lost:
         logger.warning("nothing is removed from %s: all sound checkpoints there are needed", root)
     return surplus | lost, sound
-
-
-def _verify_whole(root: str, step: int) -> VerifyReport:
-    with storage_at(root).look(fresh=True):  # it takes long, and damage may make the manager remove the step
-        return verify(path_of(root, step))
 
 
 def _candidates(root: str, retention: Retention) -> list[Candidate]:

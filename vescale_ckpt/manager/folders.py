@@ -217,7 +217,9 @@ class SharedFolder(Folders):
         paths = {step: path_of(self.root, step) for step in (complete_steps(self.root) if is_doubt else ())}
         doubted = {step for step, path in paths.items() if path in self._damaged}
         spared = {step for step, path in paths.items() if path in self._spared}
-        sound = {paths[step] for step in clean_up(self.root, self._retention, running.step, doubted, spared)}
+        known = self.branches.known_steps()
+        found = clean_up(self.root, self._retention, running.step, doubted, spared, known)
+        sound = {paths[step] for step in found}
         self._damaged -= sound
         self._spared |= sound
 
@@ -230,11 +232,11 @@ class SharedFolder(Folders):
         def prepare() -> None:
             if not running.is_coordinator:
                 return
-            with storage_at(self.root).look(lists=True, fresh=True):
-                branch, abandoned[:] = self.branches.branch_of(running.step)
-                if self.durable is not None:
-                    self.durable.write_run(shares_local=True)
-                running.prepare(metrics, branch)
+            branch, abandoned[:] = self.branches.branch_of(running.step)
+            if self.durable is not None:
+                self.durable.write_run(shares_local=True)
+            running.prepare(metrics, branch)
+            running.on_end.append(partial(self.branches.note_end, branch))
 
         self._ranks.exchange().together(prepare, phase)
         return abandoned
@@ -289,8 +291,7 @@ class SharedFolder(Folders):
         def find() -> tuple[int, str] | None:
             roots, durable = [self.root], None if only_local else self.durable
             if durable is None:
-                with storage_at(self.root).look(lists=quick, fresh=True):
-                    return newest_sound(roots, quick=quick, on_damage=warn, but=self._damaged | but)
+                return newest_sound(roots, quick=quick, on_damage=warn, but=self._damaged | but)
             if durable.ask(lambda: all_steps(durable.url) is not None, False):
                 roots.append(durable.url)
             with durable.patience() if quick else nullcontext():

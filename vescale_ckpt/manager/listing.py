@@ -36,9 +36,8 @@ class ListedStep:
 
 def listed_steps(root: str) -> list[ListedStep]:
     """The complete and damaged checkpoints below `root`, in ascending order."""
-    with storage_at(root).look(lists=True):  # so that an object store gives the index once
-        order = SavedOrder(root)
-        return [_listed(root, step, step == order.last) for step in sorted(order.branches)]
+    order = SavedOrder(root)
+    return [_listed(root, step, step == order.last) for step in sorted(order.branches)]
 
 
 def _listed(root: str, step: int, is_last: bool) -> ListedStep:

@@ -27,7 +27,7 @@ def remove(root: str, which: Iterable[int]) -> list[int]:
     for step in which:
         path = step_order.path_of(root, step)
         # `unused` is None if the file system has no locks. Then a running load loses its files, and raises.
-        with exclusive(path) as unused, storage_at(path).look(lists=True, fresh=True):
+        with exclusive(path) as unused:
             if unused is not False and _set_aside(root, step):
                 gone.append(step)
     return _erased(root, gone, "removed the checkpoints of steps %s from %s")
@@ -69,7 +69,7 @@ def remove_orphans(
         # A running save would hold one of these locked, but a save without a manager has none at its beginning.
         if not old and not any(name == LOCK_NAME or file_names.is_data_file(name) for name in found):
             continue
-        with exclusive(path) as unused, storage_at(path).look(lists=True, fresh=True):
+        with exclusive(path) as unused:
             # Checked again under the lock: a save may have committed in the meantime.
             found = _names(path)
             is_orphan = found is not None and all(map(_is_ours, found))

@@ -50,8 +50,7 @@ def all_steps(root: str) -> list[int]:
 def complete_steps(root: str, known: Container[int] = ()) -> list[int]:
     """Returns the steps whose directory holds a checkpoint. Checks only the name for steps in `known`, which held a
     checkpoint before."""
-    with storage_at(root).look(lists=True):
-        return [step for step in all_steps(root) if step in known or has_metadata(path_of(root, step), None)]
+    return [step for step in all_steps(root) if step in known or has_metadata(path_of(root, step), None)]
 
 
 class Branch(NamedTuple):
@@ -81,9 +80,8 @@ class SavedOrder:
     ) -> None:
         """`known`: {step: branch} that need not be read again. `elsewhere`: {step: branch} that the root may lack."""
         self.branches = dict(elsewhere or {})
-        with storage_at(root).look(lists=True):
-            for step in complete_steps(root, known or ()):
-                self.branches[step] = known[step] if known and step in known else read(path_of(root, step))
+        for step in complete_steps(root, known or ()):
+            self.branches[step] = known[step] if known and step in known else read(path_of(root, step))
 
     @classmethod
     def of(cls, branches: Mapping[int, Branch]) -> SavedOrder:
