@@ -71,7 +71,7 @@ def test_saves_and_loads(requests: Requests, root: str) -> None:
     assert requests.taken() <= 12
     for _ in range(2):
         vescale_ckpt.load(root + "/x", _state())
-        assert requests.taken() == 11  # nothing was kept of the data
+        assert requests.taken() == 12  # nothing was kept of the data
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -84,7 +84,7 @@ def test_a_manager(requests: Requests, root: str, asynchronous: bool) -> None:
             manager.wait()
             counts.append(requests.taken())
         manager.restore(_state())
-        assert requests.taken() <= 26
+        assert requests.taken() <= 27
         assert sorted(manager.steps()) == [5, 6]
     assert counts[0] <= 12 and max(counts) <= 30
     assert counts[-1] == counts[-2]  # no more for each step that there was
@@ -117,7 +117,7 @@ def _requests_of_rank(folder: str) -> tuple[Counter[str], Counter[str]]:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_each_further_rank_puts_once_and_asks_twice(tmp_path: Path, ranks: int) -> None:
     (saved, loaded), *others = run_ranks(ranks, _requests_of_rank, str(tmp_path / "store"))
-    assert saved.total() <= 5 and loaded.total() <= 10
+    assert saved.total() <= 5 and loaded.total() <= 11
     assert others == [(Counter(put=1), Counter(head=1, get=1))] * (ranks - 1)
 
 

@@ -98,7 +98,6 @@ class RecordReader:
         self._wrappers = WrapperLoad()
         self.streams: device_streams.Streams = {}  #: streams of the loading thread; tensors are filled after their work
         by_requests = storage_at(self.where).by_requests
-        storage_at(self.where).forget_versions()
         # The key is whether the page cache is always used.
         self._engine_options = {
             cached: engine_options(options.thread_count, False if cached else options.direct_io, requests=by_requests)
@@ -128,7 +127,6 @@ class RecordReader:
         """Raises `CheckpointError` if a file changed after `file`, or a wrapper was not filled as a whole."""
         self._wrappers.end()
         self._seen.check(self.paths)
-        storage_at(self.where).forget_versions()
 
     # --- Objects
 

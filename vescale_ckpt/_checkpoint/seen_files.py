@@ -30,7 +30,7 @@ class SeenFiles:
     def look(self, path: str) -> None:
         """Records the identity of a file, unless it is recorded."""
         if path not in self._seen:
-            # All reads of such an object ask for the version that was opened first (its ETag).
+            # Reads of such an object ask for the version that was opened (its ETag), so nothing is asked for it here.
             is_pinned = self._is_written_once(os.path.basename(path)) and storage_at(path).by_requests
             self._seen[path] = None if is_pinned else _identity(path)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from .. import settings
 from .._engine.gc import gc_paused
-from .._storage.open_storage import checkpoint_path, storage_at
+from .._storage.open_storage import checkpoint_path
 from ..errors import CheckpointError, CorruptCheckpointError
 from ..reports import VerifyReport
 from ..settings import checked_flag, checked_path
@@ -54,7 +54,6 @@ def verify_checkpoint(
     where = checkpoint_path(checked_path("path", path))
     report = VerifyReport(where, checked_flag("quick", quick))
     settings.check()
-    storage_at(where).forget_versions()  # left by a load that failed
     try:
         kind = recognize(where)
     except CheckpointError as error:

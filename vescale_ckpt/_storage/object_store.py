@@ -14,7 +14,6 @@ import re
 import secrets
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -44,7 +43,6 @@ from .storage import BEGINNING_BYTES, COMMITTED_MEANWHILE, CheckBeginning, Stat,
 _MOST_SINGLE_PUT = 64 << 20  # bytes; stores take 5 GB in one request, but a retry sends all of it again
 # These names are random, so no save writes to one again.
 _OUR_DATA_FILE = re.compile(r"/__\d+_[0-9a-f]{8}(_\d+)?\.distcp$")
-_MOST_KNOWN = 10_000
 _PROBE, _PROBE_SECONDS = ".metadata.tmp.probe.", 5
 _exclusive: set[str] = set()  # the roots of stores that are known to heed conditions
 _NO_RANGE = re.compile(r"status code: 416|InvalidRange")
@@ -287,14 +285,8 @@ class ObjectStore(Storage):
                 raise
             return _stat(found), b""  # there is no such range
 
-    def forget_versions(self) -> None:
-        with _known_lock:
-            for url in [url for url in _known if paths.split(url)[0] == self._client.root]:
-                del _known[url]
-
     def drop_caches(self) -> None:
-        """Makes new connections, and forgets known objects."""
-        self.forget_versions()
+        """Makes new connections."""
         reconnect(self._client.root)
 
     # --- Writes
@@ -420,42 +412,21 @@ def _stat(found: dict[str, Any]) -> Stat:
 
 # --- What the engine reads and writes
 
-_known: OrderedDict[str, tuple[int, str | None]] = (
-    OrderedDict()
-)  # {URL: (size, ETag)} of data files that a load has opened
-_known_lock = threading.Lock()
-
 
 class _OpenObject:
-    """Reads the version of an object that was opened first."""
+    """Reads the version of an object that was opened."""
 
     def __init__(self, url: str) -> None:
         self._client = Client(url)
-        # Nobody writes to such a name again, so one request is enough for a load.
-        is_ours = _OUR_DATA_FILE.search(url) is not None
-        with _known_lock:
-            known = _known.get(url)
-        if known is None:
-            found = self._client.head()
-            known = found["size"], found["e_tag"]
-            with _known_lock:
-                if is_ours:
-                    _known[url] = known
-                while len(_known) > _MOST_KNOWN:
-                    _known.popitem(last=False)
-        self.size, self._etag = known
+        found = self._client.head()
+        self.size, self._etag = found["size"], found["e_tag"]
 
     def read(self, offset: int, length: int) -> Any:
-        try:
-            for _ in range(_ATTEMPTS):  # obstore does not notice a body that ends too early
-                _, content = self._client.get((offset, offset + length), self._etag)
-                if len(found := content()) == length:
-                    break
-            return found
-        except (ObjectChangedError, ObjectMissingError):
-            with _known_lock:
-                _known.pop(self._client.url, None)
-            raise
+        for _ in range(_ATTEMPTS):  # obstore does not notice a body that ends too early
+            _, content = self._client.get((offset, offset + length), self._etag)
+            if len(found := content()) == length:
+                break
+        return found
 
 
 def _upload(window: _C.PartWindow) -> None:

@@ -65,7 +65,7 @@ class Storage(ABC):
     writes through the engine.
     """
 
-    by_requests: ClassVar[bool]  #: each look or read is a request, for the version that was opened first; no page cache
+    by_requests: ClassVar[bool]  #: each question or read is a request; no page cache
     can_be_away: ClassVar[bool]  #: it may not answer for a while; files that cannot be read then may still exist
     rereads: ClassVar[bool]  #: bytes that seem damaged may be sound when they are read again
     has_locks: ClassVar[bool]  #: a lock shows that the writer of a file lives; otherwise only the file's age does
@@ -140,11 +140,6 @@ class Storage(ABC):
     def read_range(self, name: str, begin: int, length: int) -> tuple[Stat, bytes]:
         """Returns the `Stat` of the file, and `length` bytes of it from `begin` on; fewer if the file is shorter. A
         negative `begin` counts from the end."""
-
-    def forget_versions(self) -> None:
-        """Forgets which versions of data files were opened. A load does so when it begins and when it ends: it reads
-        nothing that has been removed before it began."""
-        return
 
     def drop_caches(self) -> None:
         """Makes the next reads see the present files, without caches of this process, in a storage that `rereads`."""

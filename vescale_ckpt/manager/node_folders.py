@@ -236,7 +236,7 @@ class NodeFolders(Folders):
         if running.is_coordinator:
             going = running.superseded
             self._left |= {*going.steps}
-            self._clean_up({*going.uneven})
+            self._clean_up({*going.kept})
 
     def close(self, seconds: float) -> None:
         """Takes care that the last step is durable and has its copies."""

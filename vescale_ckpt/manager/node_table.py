@@ -68,7 +68,6 @@ class Row:
     branch: Branch
     metric: float | None
     survives: int  #: how many nodes can be lost while it stays whole; -1: it is not whole, or unknown
-    is_uneven: bool = False  #: whether a node has its data without its metadata
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ class Removal:
     """What nodes remove from their folders when a save has committed."""
 
     steps: list[int] = field(default_factory=list)
-    uneven: list[int] = field(default_factory=list)  #: their data are no orphans, even without metadata
+    kept: list[int] = field(default_factory=list)  #: a node's data of them are no orphans, even without metadata
 
 
 class NodeTable:
@@ -90,8 +89,7 @@ class NodeTable:
         for step, of_step in self.parts.items():
             if groups := self.groups(step):
                 newest = max((of_step[rank] for rank in groups[0]), key=lambda part: part.branch.number)
-                is_uneven = any(not part.fingerprint for part in of_step.values())
-                self.rows[step] = Row(newest.branch, newest.metric, -1, is_uneven)
+                self.rows[step] = Row(newest.branch, newest.metric, -1)
 
     @property
     def branches(self) -> dict[int, Branch]:
@@ -171,4 +169,4 @@ class NodeTable:
             logger.exception("the checkpoints that step %d supersedes stay until the next save", step)
             surplus.clear()
         gone = {of for of in rows if of in (among_whole if rows[of].survives >= 0 else surplus)} - kept
-        return Removal(sorted(gone), [of for of in rows if rows[of].is_uneven and of not in gone])
+        return Removal(sorted(gone), sorted(rows.keys() - gone))

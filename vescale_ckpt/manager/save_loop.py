@@ -82,7 +82,6 @@ class SaveLoop:
         with self._tolerating(step, CheckpointTimeoutError):  # all other errors here are the caller's mistakes
             decision = self._clock.decide(step, force)
             if not decision.due:
-                step_metrics.check(metrics or {})
                 return None
             numbers, votes = _agree(
                 step, metrics, self._best, self._ranks.exchange(), self._folders.votes(step), decision.by_signal
@@ -277,7 +276,10 @@ def _agree(
     if error is None and missing_on < exchange.size:
         error = CheckpointError(f"step {step}: nothing is saved, because of the metrics on rank {missing_on}")
     elif error is None and low != ~not_high:
-        error = CheckpointError(_differing(step, text, exchange))
+        error = CheckpointError(
+            f"the metrics of step {step} differ over ranks: this rank gives {text.decode()[:500]}. Give all ranks the "
+            "same: the mean over ranks, say"
+        )
     if error is None:
         return numbers, votes
     if not is_last:
@@ -285,18 +287,3 @@ def _agree(
     if exchange.is_coordinator:
         logger.error("this last save is made without metrics: %s", error)
     return None, votes
-
-
-def _differing(step: int, text: bytes, exchange: Exchange) -> str:
-    """A text that says how the ranks' metrics differ, equal on all ranks."""
-    phase = "comparing metrics"
-    of_all = exchange.gather(text, phase) or []
-
-    def difference() -> str:
-        other = next((rank for rank, theirs in enumerate(of_all) if theirs != of_all[0]), 0)
-        return (
-            f"the metrics of step {step} differ over ranks: rank 0 gives {of_all[0].decode()[:500]}, rank {other} "
-            f"gives {of_all[other].decode()[:500]}. Give all ranks the same: the mean over ranks, say"
-        )
-
-    return exchange.from_coordinator(difference, phase)

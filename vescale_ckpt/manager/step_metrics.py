@@ -63,17 +63,6 @@ def as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     return numbers
 
 
-def check(metrics: Mapping[str, Any]) -> None:
-    """Raises as `as_numbers` does, without reading the value of a tensor, for which its device may have to be waited
-    for."""
-    as_numbers(
-        {  # only tensors have the method
-            name: 0 if hasattr(value, "numel") and value.numel() == 1 and not value.is_complex() else value
-            for name, value in metrics.items()
-        }
-    )
-
-
 def read(directory: str) -> dict[str, float]:
     """Returns the metrics of the checkpoint in a directory, without metrics that are missing, damaged or NaN. Raises
     `CheckpointError` if an object store cannot read them: without them the best checkpoint might be removed."""

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from .._checkpoint.native.file_names import METADATA_NAME, NODE_MARKER
 from .._checkpoint.native.metadata_file import metadata_fingerprint
-from .._checkpoint.native.step_order import SavedOrder, complete_steps, path_of
+from .._checkpoint.native.step_order import SavedOrder, path_of
 from .._checkpoint.verify import verify
 from .._convert.copy import FolderCopy
 from .._convert.transfer import CopyReport
@@ -56,7 +56,6 @@ class Uploads(BackgroundWork[None]):
         self._stopped = False
         self._step: int | None = None  # the step that is being copied
         self._cancel: Callable[[], None] | None = None  # ends the copy
-        self._sent: dict[int, str] = {}  # {step: fingerprint of the metadata in the durable place}
         super().__init__("vescale_ckpt tiers")
 
     def begin(self) -> None:
@@ -133,7 +132,6 @@ class Uploads(BackgroundWork[None]):
         order = SavedOrder(self.local)
         if order.last is None:
             return None
-        there = set(complete_steps(self.durable))
         surplus = to_remove(self.local, self._retention, order.last)
         for step in order.newest_first():
             if not self._tier.becomes_durable(step):
@@ -141,16 +139,13 @@ class Uploads(BackgroundWork[None]):
             path = path_of(self.local, step)
             if storage_at(path).has(NODE_MARKER) and not verify(path, quick=True).ok:
                 continue  # an earlier job of several nodes has left a part of it
-            if step not in tried and step not in surplus and not (step in there and self._is_sent(step)):
+            if step not in tried and step not in surplus and not self._is_sent(step):
                 return step
         return None
 
     def _is_sent(self, step: int) -> bool:
         """Whether the durable place has the same checkpoint, not an older save of the same step."""
-        fingerprint = metadata_fingerprint(path_of(self.local, step))
-        if self._sent.get(step) != fingerprint:
-            self._sent[step] = metadata_fingerprint(path_of(self.durable, step))
-        return self._sent[step] == fingerprint
+        return metadata_fingerprint(path_of(self.local, step)) == metadata_fingerprint(path_of(self.durable, step))
 
     def _upload(self, step: int) -> None:
         source, url = path_of(self.local, step), path_of(self.durable, step)
