@@ -165,6 +165,3 @@ def test_bad_input_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(Accelerator, "distributed_type", SimpleNamespace(name="DEEPSPEED"))
         with pytest.raises(vescale_ckpt.CheckpointError, match="DEEPSPEED"):
             accelerate.state_of(accelerator)
-    del accelerator._schedulers
-    with pytest.raises(vescale_ckpt.CheckpointError, match=r"has no Accelerator\._schedulers"):
-        accelerate.state_of(accelerator)

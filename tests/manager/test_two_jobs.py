@@ -56,4 +56,4 @@ def test_a_job_beside_another_is_told_once(
     _run(tmp_path, *acts)
     lines = [record.getMessage() for record in caplog.records if WARNING in record.getMessage()]
     assert len(lines) == bool(told), lines
-    assert all(told.format(tmp_path) in line and "(at 20" in line for line in lines), lines
+    assert all(told.format(tmp_path) in line for line in lines), lines

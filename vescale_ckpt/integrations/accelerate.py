@@ -40,8 +40,8 @@ def state_of(accelerator: Accelerator) -> dict[str, Any]:
     well: training goes on in the middle of the epoch, on the same number of ranks. On another number a restore raises
     `IncompatibleStateError`, unless `dataloader` is removed from the state.
 
-    Works with and without FSDP. Raises `CheckpointError` if nothing has been prepared, for what DeepSpeed, Megatron-LM
-    or XLA have prepared, and for an Accelerate in which the prepared objects are not found.
+    Works with and without FSDP. Raises `CheckpointError` if nothing has been prepared, and for what DeepSpeed,
+    Megatron-LM or XLA have prepared.
     """
     check_version("accelerate", ("1.14", "1.16"))
     kind = hook("accelerate", "Accelerator")
@@ -49,7 +49,7 @@ def state_of(accelerator: Accelerator) -> dict[str, Any]:
         raise TypeError(f"accelerator: expected an accelerate.Accelerator, got {type(accelerator).__name__}")
     if (name := accelerator.distributed_type.name) in _WITH_OWN_CHECKPOINTS:
         raise CheckpointError(f"state_of: what Accelerate prepares with {name} has checkpoints of its own kind")
-    prepared = {name: _attribute(accelerator, attribute) for name, attribute in _PREPARED.items()}
+    prepared = {name: getattr(accelerator, attribute) for name, attribute in _PREPARED.items()}
     if not prepared["model"]:
         raise CheckpointError("state_of: this accelerator has prepared no model. Call accelerator.prepare before")
     # The optimizer inside: the one around it leaves out steps while gradients accumulate.
@@ -107,14 +107,3 @@ class _Position(_Epoch):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._loader.load_state_dict(state["loader"])
-
-
-def _attribute(accelerator: Accelerator, name: str) -> list[Any]:
-    found = getattr(accelerator, name, None)
-    if not isinstance(found, list):
-        version = hook("accelerate", "__version__")
-        raise CheckpointError(
-            f"accelerate {version} has no Accelerator.{name}, which vescale_ckpt.integrations.accelerate needs: "
-            "give CheckpointManager.save the prepared objects yourself"
-        )
-    return found

@@ -5,12 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
-from contextlib import suppress
-from datetime import datetime
 
 from .._checkpoint.native import step_order
 from .._checkpoint.native.step_order import FIRST, Branch, SavedOrder
-from .._checkpoint.recognize import committed_at
 from ..errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -110,15 +107,14 @@ class BranchTracker:
         foreign = min((other for other in others if other >= step), default=max(appeared, default=None))
         if foreign is None or self._has_warned:
             return
-        self._has_warned, when, path = True, "", step_order.path_of(self.root, foreign)
-        with suppress(OSError, CheckpointError):
-            if (time := committed_at(path)) is not None:
-                when = f" (at {datetime.fromtimestamp(time / 1e9).astimezone().isoformat(' ', 'seconds')})"
+        self._has_warned = True
         logger.warning(
-            "step %d is saved %s %s, which another job has saved%s, or an earlier one that this job has not restored. "
+            "step %d is saved %s %s, which another job has saved, or an earlier one that this job has not restored. "
             "Two jobs in one directory replace and remove each other's checkpoints: give each its own",
-            step, "over" if foreign == step else "beside", path, when,
-        )  # fmt: skip
+            step,
+            "over" if foreign == step else "beside",
+            step_order.path_of(self.root, foreign),
+        )
 
 
 _saved_here: dict[str, set[int]] = {}  # {root: steps that managers of this process have saved there}
