@@ -25,6 +25,7 @@ from .._fingerprint.prove import prove_restored, stored_fingerprint
 from .._storage.open_storage import checkpoint_path, is_file, is_folder, storage_at
 from .._storage.paths import is_url
 from ..api import load, save
+from ..errors import CheckpointError, MissingKeysError
 from ..manager.step_directories import remove_unused
 from ._versions import check_version, hook
 
@@ -125,7 +126,16 @@ class VescaleCheckpointManager(_Manager):
         if from_hf:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
-        load(checkpoint_id, state_dict, broadcast_checkpoint=self._broadcast_checkpoint)
+        try:
+            load(checkpoint_id, state_dict, broadcast_checkpoint=self._broadcast_checkpoint)
+        except MissingKeysError as error:
+            if all(key.startswith("dataloader.dp_rank_") for key in error.missing):
+                raise CheckpointError(
+                    f"{checkpoint_id} was saved by another number of data parallel ranks, each with its position in "
+                    "the data: with --checkpoint.exclude_from_loading dataloader the data begin anew",
+                    path=checkpoint_id,
+                ) from error
+            raise
         if "model" in self.states:  # the model's tensors are single entries of the state
             self.states["model"].load_state_dict(state_dict)
         if self._proves:

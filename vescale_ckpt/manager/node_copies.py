@@ -11,7 +11,6 @@ from .._checkpoint.native.file_names import METADATA_NAME
 from .._checkpoint.native.native_checkpoint import NativeCheckpoint
 from .._checkpoint.native.step_order import path_of
 from .._collective.node_files import NodeFiles, Places, copies_of_each
-from .._observe.amounts import size
 from .._ranks.exchange import Exchange
 from .._storage.open_storage import storage_at
 from .background_work import BackgroundWork
@@ -108,5 +107,3 @@ class NodeCopies(BackgroundWork[tuple[int, object]]):
         files = NodeFiles(self._leaders, places)
         own = wanted.get(exchange.rank, set())
         files.bring(exchange, phase, checkpoint, own, bytes_per_second=self._bytes_per_second)
-        if own:
-            logger.debug("%s of other nodes are in %s", size(sum(places[name][exchange.rank] for name in own)), path)

@@ -31,8 +31,7 @@ def write(directory: str, step: int, metrics: Mapping[str, Any] | None) -> None:
     """
     storage = storage_at(directory)
     if not metrics:
-        if not storage.by_requests or storage.has(METRICS_NAME):
-            storage.remove(METRICS_NAME)
+        storage.remove(METRICS_NAME)
         return
     values = {name: _as_json(value) for name, value in as_numbers(metrics).items()}
     record = {"step": step, "metrics": values, "replaces": metadata_fingerprint(directory)}
