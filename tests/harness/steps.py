@@ -45,7 +45,7 @@ from vescale_ckpt._write.snapshot import StagedPlan
 from vescale_ckpt.manager import node_folders, node_tier
 from vescale_ckpt.manager.node_copies import NodeCopies
 from vescale_ckpt.manager.node_tier import NodeTier
-from vescale_ckpt.manager.node_uploads import NodeUploads, PartCopy
+from vescale_ckpt.manager.node_uploads import NodeUploads
 
 __all__ = [
     "CEILING",
@@ -112,8 +112,8 @@ STEPS: dict[str, tuple[Any, str]] = {
     "read a file to send": (send_files._OutgoingFile, "read"),
     "write a file that comes": (send_files._IncomingFile, "write"),
     "check a file that came": (send_files._IncomingFile, "finish"),
-    "copy a file to the durable place": (PartCopy, "_copy"),
-    "commit in the durable place": (PartCopy, "_commit"),
+    "copy a file to the durable place": (NodeUploads, "_copy_file"),
+    "commit in the durable place": (NodeUploads, "_commit"),
     "clean up the durable place": (NodeUploads, "_clean_up"),
     "tell the steps of a machine": (node_tier, "parts_in"),
     "install metadata": (NodeTier, "_install"),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 
 from .. import settings
@@ -86,6 +86,7 @@ class FolderCopy:
         bytes_per_second: most that it writes; 0: no limit.
         read_back: whether files are read again and compared, before the copy counts. Without it, a data file that is
             there with the right length counts as complete: uploads go on with that.
+        check: called between pieces, in the thread that copies. If it raises, what was copied stays for the next copy.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class FolderCopy:
         *,
         bytes_per_second: int = 0,
         read_back: bool = True,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._source = source
         self._path = path
@@ -106,11 +108,7 @@ class FolderCopy:
         self._progress = progress
         self._bytes_per_second = bytes_per_second
         self._read_back = read_back
-        self._cancelled = False
-
-    def cancel(self) -> None:
-        """Ends `run` soon, from any thread. What was copied stays for the next copy."""
-        self._cancelled = True
+        self._check = check
 
     def run(self) -> None:
         """Raises OSError, too."""
@@ -125,10 +123,6 @@ class FolderCopy:
         else:
             made = self._in_place(files, sizes, transfer)
         self._report.files, self._report.bytes = len(made), sum(file.length for file in made)
-
-    def _check(self) -> None:
-        if self._cancelled:
-            raise CheckpointError(f"copying {self._source} to {self._path} was stopped", path=self._path)
 
     def _through_pending_folder(self, files: CopiedFiles, sizes: dict[str, int], transfer: Transfer) -> list[Made]:
         self._check_destination(files)

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from .._checkpoint.native import metadata_file
 from .._checkpoint.native.commit_metadata import Replaced, remove_orphans
@@ -76,17 +74,72 @@ class NodeUploads(Uploads):
             return None
         return None if self._is_sent(step) else step
 
-    def _copy(self, source: str, url: str, report: CopyReport) -> PartCopy:
+    def _copy(self, source: str, url: str, report: CopyReport) -> None:
+        """Copies this node's part, and returns when the step is committed. What was copied stays for the next copy."""
+        storage_at(url).make()
+        with storage_at(url).share():
+            contents = read_small_files(source)
+            ends = file_ends_of(source, contents)
+            self._copy_files(source, url, ends, report)
+            self._await_commit(url, ends, contents)
+
+    def _copy_files(self, source: str, url: str, ends: Iterable[str], report: CopyReport) -> None:
         # Names of data files begin with the rank that wrote them, as the job that saved them numbered its ranks.
         of_ranks = tuple(f"__{rank}_" for rank, leader in enumerate(self._leaders) if leader == self._rank)
         own = self._own
+        here = {name: size for name in ends if (size := size_in(source, name)) is not None}
+        transfer = Transfer(sum(here.values()), None, self._tier.upload_bytes_per_second, self._check_stopped)
+        for name in here:
+            if name.startswith(of_ranks) if own is None else name in own:
+                self._copy_file(transfer, source, url, name, here[name], report)
+        if self._rank == 0:
+            for name in _other_files(source):
+                self._copy_file(transfer, source, url, name, stat_of(os.path.join(source, name)).size, report)
 
-        def is_own(name: str) -> bool:
-            return name.startswith(of_ranks) if own is None else name in own
+    def _copy_file(self, transfer: Transfer, source: str, url: str, name: str, size: int, report: CopyReport) -> None:
+        self._check_stopped()
+        if is_data_file(name) and size_in(url, name) == size:  # no two saves give a file the same name
+            report.resumed_files += 1
+            report.resumed_bytes += size
+            return
+        path = os.path.join(url, name)
+        if storage_at(url).renames:
+            copy_file(transfer, os.path.join(source, name), path)
+        else:
+            transfer.copy(os.path.join(source, name), name, url, lambda make: make(path))
+        report.files += 1
+        report.bytes += size
 
-        return PartCopy(
-            source, url, is_own, self._rank == 0, report, self._tier.upload_bytes_per_second, self._patience
-        )
+    def _await_commit(self, url: str, ends: Mapping[str, int], contents: Mapping[str, bytes]) -> None:
+        """Waits for the files of all nodes, which rank 0 then commits."""
+        fingerprint = metadata_file.fingerprint_of(contents[METADATA_NAME])
+        since, missing_before, pause = time.monotonic(), len(ends), _FIRST_PAUSE
+        while metadata_file.metadata_fingerprint(url) != fingerprint:
+            self._check_stopped()
+            missing = [name for name, end in ends.items() if (size_in(url, name) or 0) < end]
+            if not missing and self._rank == 0:
+                self._commit(url, contents)
+                return
+            if len(missing) < missing_before:
+                since, missing_before, pause = time.monotonic(), len(missing), _FIRST_PAUSE
+            waited = time.monotonic() - since
+            if waited > self._patience:
+                what = f"files {some(missing)} have not come" if missing else "it was not committed"
+                raise CheckpointError(f"{url} is not whole: {what} for {waited:.0f} s", path=url)
+            self._stopped.wait(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _commit(self, url: str, contents: Mapping[str, bytes]) -> None:
+        storage = storage_at(url)
+        superseded = Replaced.read(url).files
+        if INDEX_NAME in contents:
+            storage.write(INDEX_NAME, contents[INDEX_NAME])
+        for name in (ORDER_NAME, METRICS_NAME):
+            if name not in contents:  # an older save of the step may have left one
+                storage.remove(name)
+        storage.commit(METADATA_NAME, contents[METADATA_NAME], True)
+        if superseded := superseded - NativeCheckpoint.by_index(url, None).named_files():
+            remove_orphans(url, superseded)
 
     def _clean_up(self, step: int) -> None:
         if self._rank == 0:
@@ -94,100 +147,10 @@ class NodeUploads(Uploads):
         self._remove_left()
 
 
-@dataclass
-class PartCopy:
-    """The copy of one node's part of a step.
-
-    Args:
-        is_own: whether this node copies a file.
-        commits: whether this node commits the step.
-    """
-
-    _source: str
-    _url: str
-    _is_own: Callable[[str], bool]
-    _commits: bool
-    _report: CopyReport
-    _bytes_per_second: int
-    _patience: float
-
-    def __post_init__(self) -> None:
-        self._cancelled = threading.Event()
-
-    def cancel(self) -> None:
-        """Ends `run` soon, from any thread. What was copied stays for the next copy."""
-        self._cancelled.set()
-
-    def _check(self) -> None:
-        if self._cancelled.is_set():
-            raise CheckpointError(f"copying {self._source} to {self._url} was stopped", path=self._url)
-
-    def run(self) -> None:
-        """Returns when the step is committed. Raises `CheckpointError`, and OSError."""
-        storage = storage_at(self._url)
-        storage.make()
-        with storage.share():
-            self._run()
-
-    def _run(self) -> None:
-        contents = read_small_files(self._source)
-        ends = file_ends_of(self._source, contents)
-        fingerprint = metadata_file.fingerprint_of(contents[METADATA_NAME])
-        here = {name: size for name in ends if (size := size_in(self._source, name)) is not None}
-        self._transfer = Transfer(sum(here.values()), None, self._bytes_per_second, self._check)
-        for name in here:
-            if self._is_own(name):
-                self._copy(name, here[name])
-        if self._commits:
-            for name in self._other_files():
-                self._copy(name, stat_of(os.path.join(self._source, name)).size)
-        since, missing_before, pause = time.monotonic(), len(ends), _FIRST_PAUSE
-        while metadata_file.metadata_fingerprint(self._url) != fingerprint:
-            self._check()
-            missing = [name for name, end in ends.items() if (size_in(self._url, name) or 0) < end]
-            if not missing and self._commits:
-                self._commit(contents)
-                return
-            if len(missing) < missing_before:
-                since, missing_before, pause = time.monotonic(), len(missing), _FIRST_PAUSE
-            waited = time.monotonic() - since
-            if waited > self._patience:
-                what = f"files {some(missing)} have not come" if missing else "it was not committed"
-                raise CheckpointError(f"{self._url} is not whole: {what} for {waited:.0f} s", path=self._url)
-            self._cancelled.wait(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
-
-    def _copy(self, name: str, size: int) -> None:
-        self._check()
-        if is_data_file(name) and size_in(self._url, name) == size:  # no two saves give a file the same name
-            self._report.resumed_files += 1
-            self._report.resumed_bytes += size
-            return
-        source, path = os.path.join(self._source, name), os.path.join(self._url, name)
-        if storage_at(self._url).renames:
-            copy_file(self._transfer, source, path)
-        else:
-            self._transfer.copy(source, name, self._url, lambda make: make(path))
-        self._report.files += 1
-        self._report.bytes += size
-
-    def _other_files(self) -> list[str]:
-        """Files beside the checkpoint, as a model's configuration."""
-        return [
-            name
-            for name in storage_at(self._source).names()
-            if not name.startswith((METADATA_NAME, LOCK_NAME, NODE_MARKER, "__"))
-            and is_file(os.path.join(self._source, name))
-        ]
-
-    def _commit(self, contents: dict[str, bytes]) -> None:
-        storage = storage_at(self._url)
-        superseded = Replaced.read(self._url).files
-        if INDEX_NAME in contents:
-            storage.write(INDEX_NAME, contents[INDEX_NAME])
-        for name in (ORDER_NAME, METRICS_NAME):
-            if name not in contents:  # an older save of the step may have left one
-                storage.remove(name)
-        storage.commit(METADATA_NAME, contents[METADATA_NAME], True)
-        if superseded := superseded - NativeCheckpoint.by_index(self._url, None).named_files():
-            remove_orphans(self._url, superseded)
+def _other_files(source: str) -> list[str]:
+    """Files beside the checkpoint, as a model's configuration."""
+    return [
+        name
+        for name in storage_at(source).names()
+        if not name.startswith((METADATA_NAME, LOCK_NAME, NODE_MARKER, "__")) and is_file(os.path.join(source, name))
+    ]

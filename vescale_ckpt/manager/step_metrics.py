@@ -18,7 +18,7 @@ from .._checkpoint.native.metadata_file import metadata_fingerprint
 from .._checkpoint.native.step_order import read_record, write_record
 from .._engine import _C
 from .._engine.engine_errors import of_system
-from .._storage.open_storage import is_inconclusive, storage_at
+from .._storage.open_storage import storage_at
 from ..errors import CorruptCheckpointError
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,8 @@ def write(directory: str, step: int, metrics: Mapping[str, Any] | None) -> None:
     """
     storage = storage_at(directory)
     if not metrics:
-        storage.remove(METRICS_NAME)
+        if storage.has(METRICS_NAME):  # not everybody may remove objects
+            storage.remove(METRICS_NAME)
         return
     values = {name: _as_json(value) for name, value in as_numbers(metrics).items()}
     record = {"step": step, "metrics": values, "replaces": metadata_fingerprint(directory)}
@@ -74,6 +75,6 @@ def read(directory: str) -> dict[str, float]:
         logger.warning("the metrics in %s are damaged, and do not count", directory)
         return {}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        if isinstance(error, OSError) and storage_at(directory).can_be_away and is_inconclusive(error.errno, directory):
+        if storage_at(directory).is_away(error):
             raise of_system(error, directory) from error
         return {}

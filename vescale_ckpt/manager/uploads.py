@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
-from collections.abc import Callable
-from typing import Protocol
 
 from .._checkpoint.native.file_names import METADATA_NAME, NODE_MARKER
 from .._checkpoint.native.metadata_file import metadata_fingerprint
@@ -29,16 +28,6 @@ logger = logging.getLogger(__name__)
 _SECONDS_TO_STOP = 1.0
 
 
-class Copy(Protocol):
-    """A copy of a step to the durable place."""
-
-    def run(self) -> None:
-        """Raises `CheckpointError`, and OSError."""
-
-    def cancel(self) -> None:
-        """Ends `run` soon, from any thread."""
-
-
 class Uploads(BackgroundWork[None]):
     """The uploads of one manager. Only the coordinator has one.
 
@@ -52,16 +41,14 @@ class Uploads(BackgroundWork[None]):
         self.durable = durable
         self._retention = retention
         self._tier = tier
-        # `_changed` guards these:
-        self._stopped = False
-        self._step: int | None = None  # the step that is being copied
-        self._cancel: Callable[[], None] | None = None  # ends the copy
+        self._stopped = threading.Event()
+        self._step: int | None = None  # the step that is being copied; `_changed` guards it
         super().__init__("vescale_ckpt tiers")
 
     def begin(self) -> None:
         """Looks for checkpoints to copy. Called after each save."""
         with self._changed:
-            if self._stopped or self._waiting:
+            if self._stopped.is_set() or self._waiting:
                 return
         self._add(None)
 
@@ -74,11 +61,13 @@ class Uploads(BackgroundWork[None]):
         """Cancels the running copy. The next manager continues it. A request to a store that does not answer may still
         end later."""
         with self._changed:
-            self._stopped = True
+            self._stopped.set()
             self._waiting.clear()
-            if self._cancel is not None:
-                self._cancel()
         self.wait(_SECONDS_TO_STOP)
+
+    def _check_stopped(self) -> None:
+        if self._stopped.is_set():
+            raise CheckpointError(f"uploads to {self.durable} were stopped", path=self.durable)
 
     def end_within(self, seconds: float) -> None:
         if not self.wait(seconds):
@@ -109,7 +98,7 @@ class Uploads(BackgroundWork[None]):
 
     def _upload_all(self) -> None:
         tried: set[int] = set()
-        while not self._stopped and (step := self._next(tried)) is not None:
+        while not self._stopped.is_set() and (step := self._next(tried)) is not None:
             tried.add(step)
             with self._changed:
                 self._step = step
@@ -117,7 +106,7 @@ class Uploads(BackgroundWork[None]):
                 self._upload(step)
                 self.failures.pop(step, None)
             except (CheckpointError, OSError) as error:
-                if storage_at(path_of(self.local, step)).has(METADATA_NAME) and not self._stopped:
+                if storage_at(path_of(self.local, step)).has(METADATA_NAME) and not self._stopped.is_set():
                     failure = error if isinstance(error, CheckpointError) else CheckpointError(str(error))
                     self.failures[step] = failure
                     logger.warning(
@@ -151,24 +140,18 @@ class Uploads(BackgroundWork[None]):
         source, url = path_of(self.local, step), path_of(self.durable, step)
         began = time.monotonic()
         report = CopyReport(url)
-        with storage_at(source).share(METADATA_NAME):
-            copy = self._copy(source, url, report)
-            with self._changed:
-                self._cancel = copy.cancel
-            try:
-                with named_system_errors(url):
-                    copy.run()
-            finally:
-                with self._changed:
-                    self._cancel = None
+        with storage_at(source).share(METADATA_NAME), named_system_errors(url):
+            self._copy(source, url, report)
         logger.info("step %d is in %s: %s in %.1f s", step, url, size(report.bytes), time.monotonic() - began)
         self._clean_up(step)
 
-    def _copy(self, source: str, url: str, report: CopyReport) -> Copy:
+    def _copy(self, source: str, url: str, report: CopyReport) -> None:
+        """Raises `CheckpointError` and OSError, soon after the uploads were stopped, too."""
         write_lost_copies(source)  # a save that was killed did not write them, and one that is ending will in a moment
-        return FolderCopy(
-            source, url, True, report, bytes_per_second=self._tier.upload_bytes_per_second, read_back=False
-        )
+        FolderCopy(
+            source, url, True, report, bytes_per_second=self._tier.upload_bytes_per_second, read_back=False,
+            check=self._check_stopped,
+        ).run()  # fmt: skip
 
     def _clean_up(self, step: int) -> None:
         try:
