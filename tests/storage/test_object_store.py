@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 import uuid
@@ -208,35 +207,6 @@ def test_a_missing_data_file_is_named(url: str) -> None:
     with pytest.raises(CorruptCheckpointError, match="data file is missing"):
         loaded(url, state())
     assert not vescale_ckpt.verify(url, quick=True).ok
-
-
-@pytest.mark.parametrize(
-    ("damage", "format", "seen_before"),
-    [
-        ("short", "dcp", False), ("short", "safetensors", True), ("long", "dcp", True), ("same bytes", "dcp", True),
-        ("other bytes", "dcp", False), ("other bytes", "safetensors", True), ("missing", "safetensors", False),
-    ],
-)  # fmt: skip
-def test_what_was_put_back_is_taken(url: str, tmp_path: Path, damage: str, format: Any, seen_before: bool) -> None:
-    """An object of another length or ETag is asked for anew in the next call."""
-    saved = {"weight": torch.arange(3 * MiB, dtype=torch.float32)}
-    vescale_ckpt.save(tmp_path / "saved", saved, format=format)
-    vescale_ckpt.copy(tmp_path / "saved", url)
-    (name,) = (name for name in stores.names(url) if name.endswith((".distcp", ".safetensors")))
-    content = stores.read(url, name)
-    if seen_before:
-        assert_same(loaded(url, saved), saved)
-    bad = {"short": content[:-100], "long": content + b"x" * 100, "other bytes": bytes(len(content))}
-    if damage == "missing":
-        stores.remove(url, name)
-    else:
-        stores.write(url, name, bad.get(damage, content))
-    for call in (lambda: vescale_ckpt.inspect(url), lambda: loaded(url, saved), lambda: vescale_ckpt.verify(url)):
-        with contextlib.suppress(CheckpointError):
-            call()
-    stores.write(url, name, content)
-    assert_same(loaded(url, saved), saved)
-    assert vescale_ckpt.verify(url).ok
 
 
 class _CutOff:

@@ -180,7 +180,7 @@ class SharedFolder(Folders):
         if durable is not None:
             ranks.from_coordinator(durable.begin_run, "looking for the run")
         # The durable place is read once: all later saves are in the folder.
-        elsewhere = {} if durable is None else durable.found.branches
+        elsewhere = {} if durable is None else durable.branches
         self.branches = BranchTracker(self.root, lambda known: SavedOrder(self.root, known, elsewhere))
         self.writes_notes = ranks.is_coordinator()
         if not self.writes_notes:

@@ -120,7 +120,8 @@ class NodeTier:
         def ask() -> bool:
             self.table = NodeTable(parts)
             self._durable.nodes_have_steps = bool(self.table.rows)
-            self.table.durable = self._durable.look().branches
+            self._durable.look()
+            self.table.durable = self._durable.branches
             return self._durable.nodes_have_steps
 
         self._durable.nodes_have_steps = exchange.from_coordinator(ask, phase)
@@ -169,8 +170,8 @@ class NodeTier:
     def _candidates(self, only: int | None) -> Iterator[tuple[int, list[int]]]:
         """Yields steps, that which was saved last first, and the ranks that have equal metadata of them; none for the
         durable copy."""
-        if self._durable.found.error is not None and not self.table.rows:
-            raise self._durable.found.error
+        if self._durable.error is not None and not self.table.rows:
+            raise self._durable.error
         for step in SavedOrder.of(self.table.branches).newest_first():
             if only in (None, step):
                 yield from ((step, same) for same in self.table.candidates(step))

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from .._checkpoint.native.step_order import Branch, SavedOrder, complete_steps, path_of
@@ -83,16 +83,6 @@ class Tier:
         return self.durable_interval_steps is None or step % self.durable_interval_steps == 0
 
 
-@dataclass(frozen=True)
-class Durable:
-    """What the durable place has."""
-
-    run: Run | None = None
-    branches: dict[int, Branch] = field(default_factory=dict)  #: {step: branch}
-    answers: bool = False
-    error: CheckpointError | OSError | None = None  #: why it does not answer, where nothing else has checkpoints
-
-
 class DurablePlace:
     """The durable place behind a local folder. As long as no local directory has a checkpoint, requests wait as
     always, and errors are raised: there is no other checkpoint to continue from.
@@ -104,23 +94,27 @@ class DurablePlace:
     def __init__(self, url: str, local: str, timeout: float) -> None:
         self.url = url
         self.local = local
-        self.found = Durable()  #: what was found there last
+        self.branches: dict[int, Branch] = {}  #: {step: branch} of what `look` has found
+        self.error: CheckpointError | OSError | None = None  #: why `look` had no answer, without local checkpoints
+        self._answers = False
+        self._run_there: Run | None = None
         self.run: Run | None = None  #: the run that this job continues, on the coordinator
         self.nodes_have_steps = False  #: whether the folder of any node has a checkpoint
         self._longest = max(1, int(timeout / 3))
         self._patience = min(_PATIENCE, self._longest)
         self._away_until = 0.0
 
-    def look(self) -> Durable:
-        """Raises nothing: without local checkpoints, the error is in the result."""
+    def look(self) -> None:
+        """Notes what is there. Raises nothing."""
+        self._answers, self._run_there, self.branches, self.error = False, None, {}, None
         try:
             with storage_at(self.url).limit_wait(self._longest):
                 found = self.ask(lambda: (run_id.read(self.url), SavedOrder(self.url).branches), None)
-            self.found = Durable() if found is None else Durable(*found, answers=True)
+            if found is not None:
+                self._answers, (self._run_there, self.branches) = True, found
         except (OSError, CheckpointError) as error:
             logger.warning("the checkpoints in %s cannot be listed now: %s", self.url, error)
-            self.found = Durable(error=error)
-        return self.found
+            self.error = error
 
     def begin_run(self) -> None:
         """Notes which run goes on in a local folder that all ranks share. Raises `CheckpointError` if another one has
@@ -133,8 +127,8 @@ class DurablePlace:
         self.choose_run(folders)
 
     def choose_run(self, folders: Mapping[int, Run | None]) -> Run:
-        self.run = run_id.choose(Run.new(self.url, self.local), self.found.run, folders)
-        if self.found.answers and self.found.run is None and any(folders.values()):
+        self.run = run_id.choose(Run.new(self.url, self.local), self._run_there, folders)
+        if self._answers and self._run_there is None and any(folders.values()):
             logger.warning("%s has no id of a run: the steps in %s count, of %s", self.url, self.local, self.run)
         return self.run
 
@@ -147,7 +141,7 @@ class DurablePlace:
         try:
             if shares_local:
                 run_id.write(self.local, run)
-            if self.found.answers:
+            if self._answers:
                 with storage_at(self.url).limit_wait(self._patience):
                     run_id.write(self.url, run)
         except (CheckpointError, _C.EngineError, OSError) as error:
