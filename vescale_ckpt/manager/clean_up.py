@@ -36,7 +36,8 @@ def clean_up(
         saved: the step that has just been saved. It always stays.
         doubted: steps that a load found damaged. They count as kept only if a verification finds no damage.
         spared: steps that stay whatever retention says.
-        known: steps that were complete when the save began: what they left are no orphans.
+        known: steps that were complete when the save began, and so are no orphans. In an object store each look at one
+            is a request.
 
     Returns the steps of `doubted` that are sound. They stay, too: their load failed for another reason, and training
     went on from an older step.
