@@ -26,39 +26,31 @@ class _Watched:
         self.timeline = timeline
         self.times = 1  # `here` may be nested
         self._phase: Phase | None = None
-        self._reports = 0  # how often that phase was reported
+        self._due = 0.0  # when that phase is to be reported (again), in seconds of `time.perf_counter`
         self._bytes = (0, 0)  # at the last report
         wants_bar = timeline.rank == 0 and settings.lenient("progress") == 1
         self._bar = Bar(timeline.doing, _LINE_SECONDS) if wants_bar else None
 
     def next_look(self) -> float:
         """In so many seconds."""
-        seconds = self._until_report(self.timeline.open_phase)
+        phase, seconds = self.timeline.open_phase, float(settings.lenient("report_seconds"))
+        if phase is not None:
+            seconds = self._due - time.perf_counter() if phase is self._phase else seconds - _seconds_since(phase)
         return min(seconds, _BAR_SECONDS) if self._bar is not None else seconds
 
     def look(self) -> None:
         timeline, phase = self.timeline, self.timeline.open_phase
-        progress = timeline.progress
+        progress, seconds = timeline.progress, float(settings.lenient("report_seconds"))
+        moved_bytes = progress() if progress is not None else (0, 0)
         if self._bar is not None and progress is not None:
-            self._bar.show(*progress())
+            self._bar.show(*moved_bytes)
         if phase is not self._phase:
-            self._phase, self._reports = phase, 0
-            self._bytes = progress() if progress is not None else (0, 0)
-        if phase is None:
-            return
-        if self._until_report(phase) <= 0:
-            self._reports += 1
-            now = progress() if progress is not None else (0, 0)
-            lines.log_still(timeline, phase, _seconds_since(phase), moved=now != self._bytes)
-            self._bytes = now
-
-    def _until_report(self, phase: Phase | None) -> float:
-        """Seconds until the phase is to be reported (again)."""
-        seconds = float(settings.lenient("report_seconds"))
-        if phase is None:
-            return seconds
-        reports = self._reports if phase is self._phase else 0
-        return seconds * (reports + 1) - _seconds_since(phase)
+            self._phase, self._bytes = phase, moved_bytes
+            self._due = 0.0 if phase is None else phase.began / 1e9 + seconds
+        if phase is not None and time.perf_counter() >= self._due:
+            self._due += seconds
+            lines.log_still(timeline, phase, _seconds_since(phase), moved=moved_bytes != self._bytes)
+            self._bytes = moved_bytes
 
     def end(self) -> None:
         if self._bar is not None:
