@@ -82,8 +82,9 @@ def remove_orphans(
 def exclusive(path: str) -> AbstractContextManager[bool | None]:
     """A context that yields True if no save and no load is using the directory, False if one is, None if the file
     system cannot tell. No manager's save and no load of this package can begin while the context is open."""
-    found = _names(path) or []
-    return storage_at(path).lock_exclusively(
+    storage = storage_at(path)
+    found = (_names(path) or []) if storage.has_locks else []
+    return storage.lock_exclusively(
         held=[file_names.METADATA_NAME] if file_names.METADATA_NAME in found else [],
         tested=filter(file_names.is_data_file, found),
     )
