@@ -290,11 +290,9 @@ class SharedFolder(Folders):
 
         def find() -> tuple[int, str] | None:
             roots, durable = [self.root], None if only_local else self.durable
-            if durable is None:
-                return newest_sound(roots, quick=quick, on_damage=warn, but=self._damaged | but)
-            if durable.ask(lambda: all_steps(durable.url) is not None, False):
+            if durable is not None and durable.ask(lambda: all_steps(durable.url) is not None, False):
                 roots.append(durable.url)
-            with durable.patience() if quick else nullcontext():
+            with durable.patience() if durable is not None and quick else nullcontext():
                 return newest_sound(roots, quick=quick, on_damage=warn, but=self._damaged | but)
 
         found = self._ranks.from_coordinator(find, phase)
