@@ -86,23 +86,19 @@ class NodeUploads(Uploads):
     def _copy_files(self, source: str, url: str, ends: Iterable[str], report: CopyReport) -> None:
         # Names of data files begin with the rank that wrote them, as the job that saved them numbered its ranks.
         of_ranks = tuple(f"__{rank}_" for rank, leader in enumerate(self._leaders) if leader == self._rank)
-        own = self._own
-        here = {name: size for name in ends if (size := size_in(source, name)) is not None}
-        transfer = Transfer(sum(here.values()), None, self._tier.upload_bytes_per_second, self._check_stopped)
-        for name in here:
-            if name.startswith(of_ranks) if own is None else name in own:
-                self._copy_file(transfer, source, url, name, here[name], report)
-        if self._rank == 0:
-            for name in _other_files(source):
-                self._copy_file(transfer, source, url, name, stat_of(os.path.join(source, name)).size, report)
+        own = [name for name in ends if (name.startswith(of_ranks) if self._own is None else name in self._own)]
+        names = [name for name in own if is_file(os.path.join(source, name))]
+        transfer = Transfer(0, None, self._tier.upload_bytes_per_second, self._check_stopped)
+        for name in names + (_other_files(source) if self._rank == 0 else []):
+            self._copy_file(transfer, source, url, name, report)
 
-    def _copy_file(self, transfer: Transfer, source: str, url: str, name: str, size: int, report: CopyReport) -> None:
+    def _copy_file(self, transfer: Transfer, source: str, url: str, name: str, report: CopyReport) -> None:
         self._check_stopped()
+        path, size = os.path.join(url, name), stat_of(os.path.join(source, name)).size
         if is_data_file(name) and size_in(url, name) == size:  # no two saves give a file the same name
             report.resumed_files += 1
             report.resumed_bytes += size
             return
-        path = os.path.join(url, name)
         if storage_at(url).renames:
             copy_file(transfer, os.path.join(source, name), path)
         else:
