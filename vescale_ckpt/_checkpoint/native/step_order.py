@@ -19,8 +19,9 @@ import logging
 import os
 import re
 import zlib
-from collections.abc import Container, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Container, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
 
 from ..._storage.open_storage import read_twice, storage_at
 from ...errors import CorruptCheckpointError
@@ -31,6 +32,14 @@ logger = logging.getLogger(__name__)
 ORDER_NAME = ".order"  #: the file that holds the branch of a checkpoint
 _MOST_BYTES = 1 << 24  # of a small file
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
+_AT_ONCE = 16  # questions about steps, each of which is a request or two to an object store
+
+_Answer = TypeVar("_Answer")
+
+
+def _ask_each(steps: Sequence[int], ask: Callable[[int], _Answer]) -> dict[int, _Answer]:
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="vescale_ckpt") as pool:
+        return dict(zip(steps, pool.map(ask, steps), strict=True))
 
 
 def path_of(root: str, step: int) -> str:
@@ -50,7 +59,11 @@ def all_steps(root: str) -> list[int]:
 def complete_steps(root: str, known: Container[int] = ()) -> list[int]:
     """Returns the steps whose directory holds a checkpoint. Checks only the name for steps in `known`, which held a
     checkpoint before."""
-    return [step for step in all_steps(root) if step in known or has_metadata(path_of(root, step), None)]
+    steps = all_steps(root)
+    found = _ask_each(
+        [step for step in steps if step not in known], lambda step: has_metadata(path_of(root, step), None)
+    )
+    return [step for step in steps if found.get(step, True)]
 
 
 class Branch(NamedTuple):
@@ -80,8 +93,10 @@ class SavedOrder:
     ) -> None:
         """`known`: {step: branch} that need not be read again. `elsewhere`: {step: branch} that the root may lack."""
         self.branches = dict(elsewhere or {})
-        for step in complete_steps(root, known or ()):
-            self.branches[step] = known[step] if known and step in known else read(path_of(root, step))
+        known = known or {}
+        steps = complete_steps(root, known)
+        found = _ask_each([step for step in steps if step not in known], lambda step: read(path_of(root, step)))
+        self.branches.update({step: found[step] if step in found else known[step] for step in steps})
 
     @classmethod
     def of(cls, branches: Mapping[int, Branch]) -> SavedOrder:
