@@ -91,15 +91,12 @@ void SafetensorsLoad::take_memory(std::span<const size_t> numbers, const OnDevic
       memory = {std::shared_ptr<std::byte>(),
                 target->take(alone ? &tensors_[group.members[0].position] : nullptr, bytes)};
     }
-    for (size_t member = 0; member < group.members.size(); ++member) {
-      const auto [position, offset] = group.members[member];
+    for (const auto [position, offset] : group.members) {
       Tensor& tensor = tensors_[position];
       tensor.data = {memory, memory.get() + offset};
       tensor.block = blocks;
       tensor.offset = offset;
       tensor.alone = alone;
-      if (member + 1 == group.members.size()) break;
-      tensor.gap_behind = static_cast<int64_t>(group.members[member + 1].offset - offset - tensor.bytes);
     }
     ++blocks;
     group = {};
@@ -145,8 +142,7 @@ std::vector<read::ReadItem> SafetensorsLoad::items(std::span<const size_t> numbe
                      .memory = target.data.get(),
                      .bare = true,
                      .blocks = file_->header.blocks(tensor),
-                     .device = device,
-                     .gap_behind = target.gap_behind});
+                     .device = device});
     rows.push_back(static_cast<int64_t>(position));
   }
   return items;

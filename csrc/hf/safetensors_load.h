@@ -2,11 +2,10 @@
 // them.
 //
 // A tensor of kOwnMemory bytes or more has a block of memory of its own. Smaller ones share a block with their
-// neighbours in the file, at most kSharedMemory bytes, which is given back with the last of them. In host memory
-// tensors lie as they lie in the file, so that one transfer reads many of them without a copy. On an accelerator a
-// block is the caller's, and its tensors lie so that one copy brings many of them. One block for a whole file would be
-// fewer allocations there, but it stays while any tensor of it is in use: a model that is converted tensor by tensor
-// would take twice its memory.
+// neighbours in the file, at most kSharedMemory bytes, which is given back with the last of them. In host memory large
+// tensors begin on the byte of a page that they have in the file, so that they are read without a copy. On an
+// accelerator a block is the caller's. One block for a whole file would be fewer allocations there, but it stays while
+// any tensor of it is in use: a model that is converted tensor by tensor would take twice its memory.
 #pragma once
 
 #include <cstddef>
@@ -37,10 +36,9 @@ class SafetensorsLoad {
     std::string_view dtype;           // torch's name
     std::vector<int64_t> shape;       // as torch counts
     uint64_t bytes = 0;
-    size_t block = 0;                         // in the order in which they were taken
-    uint64_t offset = 0;                      // in the block, bytes
-    bool alone = false;                       // no other tensor is in the block
-    int64_t gap_behind = read::kNoneFollows;  // bytes between it and the next tensor in the block
+    size_t block = 0;     // in the order in which they were taken
+    uint64_t offset = 0;  // in the block, bytes
+    bool alone = false;   // no other tensor is in the block
   };
 
   // Memory of an accelerator in place of the host's.

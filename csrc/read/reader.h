@@ -21,7 +21,6 @@
 namespace vescale_ckpt::read {
 
 inline constexpr int64_t kUnknownCrc = -1;
-inline constexpr int64_t kNoneFollows = -1;
 
 struct ReadItem {
   uint32_t file;           // index into the paths
@@ -40,9 +39,6 @@ struct ReadItem {
   std::span<const uint32_t> blocks = {};
 
   int device = -1;  // the accelerator that `memory` is on; -1: the host's memory
-  // Unused bytes between the end of `memory` and the next item in the same allocation of the accelerator, so that one
-  // copy may fill both. kNoneFollows: no next item is known. Only for dense boxes.
-  int64_t gap_behind = kNoneFollows;
 };
 
 // Takes the data of items on accelerators. Thread-safe, except its batches, each of which belongs to one thread.

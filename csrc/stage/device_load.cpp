@@ -89,22 +89,15 @@ class DeviceLoad::Slots final : public read::DeviceSink::Batch {
   explicit Slots(DeviceLoad& load) : load_(load) {}
 
   void add(const read::ReadItem& item, const std::byte* body, uint64_t begin, uint64_t end) override {
-    const bool follows = item.memory == follower_ && begin == item.box.begin();
-    if (!follows) begin_item();
-    uint64_t gap = follows ? gap_ : 0;
+    begin_item();
     item.box.runs_in_memory(begin, end, [&](uint64_t at, int64_t memory, uint64_t bytes) {
       const std::byte* host = body + (at - begin);
       if (bytes >= kLeastCopy) {
         join(copies_[item.device], address(item.memory, memory), host, bytes, joins_copies_);
       } else {
-        if (gap != 0) fill_gap(item.device, address(item.memory, memory), gap);
         pack(item.device, address(item.memory, memory), host, bytes);
       }
-      gap = 0;
     });
-    const bool joins_next = item.gap_behind != read::kNoneFollows && end == item.box.end();
-    gap_ = joins_next ? static_cast<uint64_t>(item.gap_behind) : 0;
-    follower_ = joins_next ? item.memory + item.box.bytes() + gap_ : nullptr;
   }
 
   void add_packed(const io::BoxCopy& copy, int device) {
@@ -132,8 +125,8 @@ class DeviceLoad::Slots final : public read::DeviceSink::Batch {
     return reinterpret_cast<uintptr_t>(memory) + static_cast<uint64_t>(offset);
   }
 
-  // Copies of one item are joined if possible. Copies of two items are joined only if one is known to follow the other
-  // in the same allocation: the device refuses a copy over the border of two allocations, however close they are.
+  // Only copies of one item are joined: the device refuses a copy over the border of two allocations, however close
+  // they are.
   void begin_item() { joins_copies_ = joins_packed_ = false; }
 
   static void join(std::vector<device::FlatCopy>& copies, device::DeviceAddress device, const std::byte* host,
@@ -146,16 +139,6 @@ class DeviceLoad::Slots final : public read::DeviceSink::Batch {
       }
     }
     copies.push_back({device, const_cast<std::byte*>(host), bytes});  // copies to the device do not write it
-  }
-
-  // Makes the last packed copy end at the beginning of the next one.
-  void fill_gap(int device, device::DeviceAddress to, uint64_t gap) {
-    const auto found = packed_.find(device);
-    if (found == packed_.end() || used_ + gap >= LoadStreams::kSlotBytes) return;
-    device::FlatCopy& last = found->second.back();
-    if (last.device + last.bytes + gap != to || last.host + last.bytes != slot_->data() + used_) return;
-    last.bytes += gap;
-    used_ += gap;
   }
 
   void pack(int device, device::DeviceAddress to, const std::byte* host, uint64_t bytes) {
@@ -180,9 +163,7 @@ class DeviceLoad::Slots final : public read::DeviceSink::Batch {
   Copies packed_;
   std::optional<Slot> slot_;  // the slot of packed_
   uint64_t used_ = 0;
-  bool joins_copies_ = false, joins_packed_ = false;  // whether the last copy is in the same allocation
-  const std::byte* follower_ = nullptr;               // memory of the item that follows the last one in its allocation
-  uint64_t gap_ = 0;                                  // between the two, bytes
+  bool joins_copies_ = false, joins_packed_ = false;  // whether the last copy is of the same item
 };
 
 DeviceLoad::DeviceLoad(LoadStreams& streams, std::span<const Producer> producers) : streams_(streams) {
