@@ -73,7 +73,6 @@ ReadPlan::ReadPlan(const OpenFile& open, std::span<const ReadItem> items, std::s
       note_damage(records[index], error, report_);
     }
   }
-  join_ranges();
   pack_ranges();
 }
 
@@ -230,13 +229,8 @@ void ReadPlan::add_range(uint32_t index, uint64_t begin, uint64_t end, DataFile&
                          uint64_t inner_end) {
   Record& record = records[index];
   const ReadItem& item = items_[record.items[0]];
-  const bool in_place = may_go_in_place(record, data);
-  const bool is_all = item.bare && item.box.whole() && begin == record.body_offset && end == record.body_end();
-  if (in_place && is_all) {
-    needed_.push_back({index, begin, end, item.memory, true});
-    return;
-  }
-  auto [from, to] = in_place ? in_place_range(record, data, inner_begin, inner_end) : std::pair<uint64_t, uint64_t>();
+  const auto [from, to] = may_go_in_place(record, data) ? in_place_range(record, data, inner_begin, inner_end)
+                                                        : std::pair<uint64_t, uint64_t>();
   if (to <= from || to - from < kInPlaceBytes) {
     needed_.push_back({index, begin, end, nullptr});
     return;
@@ -282,48 +276,11 @@ std::pair<uint64_t, uint64_t> ReadPlan::in_place_range(const Record& record, con
   return {align_up(begin, grain), align_down(end, grain)};
 }
 
-// Sorts the needed ranges. Those that follow each other in the file and in memory are read in place together.
-void ReadPlan::join_ranges() {
+// Packs neighbours into one slot.
+void ReadPlan::pack_ranges() {
   std::stable_sort(needed_.begin(), needed_.end(), [this](const NeededRange& a, const NeededRange& b) {
     return std::tuple(records[a.record].file, a.begin) < std::tuple(records[b.record].file, b.begin);
   });
-  const auto follows = [this](const NeededRange& last, const NeededRange& next) {
-    return next.joins && records[last.record].file == records[next.record].file && last.end == next.begin &&
-           last.in_place + (last.end - last.begin) == next.in_place;
-  };
-  const std::vector<NeededRange> sorted = std::exchange(needed_, {});
-  for (size_t first = 0, end = 1; first < sorted.size(); first = end++) {
-    if (!sorted[first].joins) {
-      needed_.push_back(sorted[first]);
-      continue;
-    }
-    while (end < sorted.size() && follows(sorted[end - 1], sorted[end])) ++end;
-    add_joined(std::span(sorted).subspan(first, end - first));
-  }
-}
-
-void ReadPlan::add_joined(std::span<const NeededRange> ranges) {
-  const DataFile& data = files.at(records[ranges[0].record].file);
-  const uint64_t from = align_up(ranges.front().begin, data.block()), to = align_down(ranges.back().end, data.block());
-  const bool in_place = to > from && to - from >= kInPlaceBytes;
-  for (const NeededRange& range : ranges) {
-    for (uint64_t at = range.begin; at < range.end;) {
-      uint64_t next = range.end;
-      std::byte* target = nullptr;
-      if (in_place && at < from) {
-        next = std::min(next, from);
-      } else if (in_place && at < to) {
-        next = std::min({next, to, end_of_piece(at, data)});
-        target = range.in_place + (at - range.begin);
-      }
-      needed_.push_back({range.record, at, next, target});
-      at = next;
-    }
-  }
-}
-
-// Packs neighbours into one slot or one transfer in place.
-void ReadPlan::pack_ranges() {
   FileRange packed;
   const auto flush = [&] {
     if (!packed.parts.empty()) file_ranges.push_back(std::move(packed));
@@ -332,9 +289,8 @@ void ReadPlan::pack_ranges() {
   for (const NeededRange& range : needed_) {
     const uint32_t file = records[range.record].file;
     if (range.in_place != nullptr) {
-      if (!continues(range)) file_ranges.push_back({file, range.begin, range.end, {}, range.in_place});
-      file_ranges.back().end = range.end;
-      file_ranges.back().parts.push_back(part(range.record, range.begin, range.end));
+      const RecordRange all = part(range.record, range.begin, range.end);
+      file_ranges.push_back({file, range.begin, range.end, {all}, range.in_place});
       continue;
     }
     for (uint64_t at = range.begin; at < range.end;) {
@@ -363,15 +319,6 @@ void ReadPlan::pack_ranges() {
     }
   }
   flush();
-}
-
-// Whether the last file range can also read this range.
-bool ReadPlan::continues(const NeededRange& range) const {
-  if (file_ranges.empty()) return false;
-  const FileRange& last = file_ranges.back();
-  return last.in_place != nullptr && last.file == records[range.record].file && last.end == range.begin &&
-         last.in_place + (last.end - last.begin) == range.in_place &&
-         range.begin < end_of_piece(last.begin, files.at(last.file));
 }
 
 RecordRange ReadPlan::part(uint32_t index, uint64_t begin, uint64_t end) {

@@ -105,7 +105,6 @@ class ReadPlan {
     uint32_t record;
     uint64_t begin, end;  // file range
     std::byte* in_place;  // target; nullptr: it goes through a slot
-    bool joins = false;   // whether it may be read in place together with its neighbours in file and memory
   };
 
   void group_items(std::span<const uint32_t> rows);
@@ -121,10 +120,7 @@ class ReadPlan {
   bool may_go_in_place(const Record& record, const DataFile& data) const;
   std::pair<uint64_t, uint64_t> in_place_range(const Record& record, const DataFile& data, uint64_t begin,
                                                uint64_t end) const;
-  void join_ranges();
-  void add_joined(std::span<const NeededRange> ranges);
   void pack_ranges();
-  bool continues(const NeededRange& range) const;
   RecordRange part(uint32_t index, uint64_t begin, uint64_t end);
 
   const OpenFile& open_;
@@ -135,7 +131,7 @@ class ReadPlan {
   const io::EngineOptions& options_;
   ReadReport& report_;
   format::RecordCache framings_;
-  std::vector<NeededRange> needed_;  // in the order of files after join_ranges
+  std::vector<NeededRange> needed_;
 };
 
 // Notes an error as damage of each item of the record. The rest of the record is not read then.
