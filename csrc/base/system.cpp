@@ -241,13 +241,6 @@ int64_t reserve_addresses(uint64_t bytes) {
   });
 }
 
-int64_t map_shared(int fd, uint64_t bytes) {
-  return guarded(Call::map, [&]() -> int64_t {
-    void* map = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    return map == MAP_FAILED ? -1 : static_cast<int64_t>(reinterpret_cast<uintptr_t>(map));
-  });
-}
-
 void release_addresses(std::byte* address, uint64_t bytes) {
   ::munmap(address, bytes);
 }

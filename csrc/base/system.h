@@ -78,8 +78,6 @@ uint64_t page_bytes();
 void pretend_page_bytes(uint64_t bytes);
 // Reserves addresses without memory behind them; returns the first, or -errno.
 int64_t reserve_addresses(uint64_t bytes);
-// Maps a file, to read and write; returns the address, or -errno.
-int64_t map_shared(int fd, uint64_t bytes);
 void release_addresses(std::byte* address, uint64_t bytes);
 int make_writable(std::byte* address, uint64_t bytes);
 int advise(std::byte* address, uint64_t bytes, int advice);

@@ -9,7 +9,7 @@
 
 #include "bindings/bindings.h"
 #include "io/box.h"
-#include "io/shared_map.h"
+#include "io/shared_counter.h"
 #include "share/route_tables.h"
 #include "share/routes.h"
 
@@ -74,17 +74,12 @@ void copy_boxes(const py::buffer& buffer, unsigned threads, const py::buffer& de
 }  // namespace
 
 void bind_routes(py::module_& module) {
-  using Map = std::unique_ptr<io::SharedMap, DeleteWithoutGil>;
-  py::class_<io::SharedMap, Map>(module, "SharedMap", py::buffer_protocol())
-      .def(py::init([](int descriptor, uint64_t bytes) {
-             return without_gil([&] { return std::make_unique<io::SharedMap>(descriptor, bytes).release(); });
-           }),
-           py::arg("descriptor"), py::arg("bytes"))
-      .def_buffer([](const io::SharedMap& map) {
-        return py::buffer_info(map.bytes().data(), 1, "B", static_cast<py::ssize_t>(map.bytes().size()));
-      });
   py::class_<io::SharedCounter>(module, "SharedCounter")
-      .def(py::init<const io::SharedMap&, uint64_t>(), py::arg("map"), py::arg("offset"), py::keep_alive<1, 2>())
+      .def(py::init([](const py::buffer& memory, uint64_t offset) {
+             const py::buffer_info info = memory.request(true);
+             return io::SharedCounter({static_cast<std::byte*>(info.ptr), static_cast<size_t>(info.size)}, offset);
+           }),
+           py::arg("memory"), py::arg("offset"), py::keep_alive<1, 2>())
       .def("set", &io::SharedCounter::set, py::arg("value"))
       .def("wait", &io::SharedCounter::wait, py::arg("least"), py::arg("seconds"),
            py::call_guard<py::gil_scoped_release>());

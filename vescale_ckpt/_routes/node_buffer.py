@@ -6,6 +6,7 @@ The file is a memfd: it is not limited by the size of /dev/shm, and disappears w
 
 from __future__ import annotations
 
+import mmap
 import os
 import secrets
 import struct
@@ -174,7 +175,7 @@ class _Mapped:
 
     def __init__(self, file: int, sizes: Sequence[int], process: Process) -> None:
         size = sum(sizes)
-        mapped = _C.SharedMap(file, size + _PAGE)
+        mapped = mmap.mmap(file, size + _PAGE)
         whole = torch.frombuffer(mapped, dtype=torch.uint8)
         self.memories: list[torch.Tensor] = list(torch.split(whole[:-_PAGE], list(sizes)))
         self.end = whole[-_PAGE:]

@@ -1,5 +1,6 @@
-#include "io/shared_map.h"
+#include "io/shared_counter.h"
 
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -8,33 +9,35 @@ namespace {
 
 class SharedCounterTest : public ::testing::Test {
  protected:
-  SharedCounterTest() : file_(std::tmpfile()) { EXPECT_EQ(::ftruncate(::fileno(file_), 4096), 0); }
-  ~SharedCounterTest() override { std::fclose(file_); }
+  static constexpr size_t kBytes = 4096;
 
-  std::FILE* file_;
+  SharedCounterTest()
+      : memory_(
+            static_cast<std::byte*>(::mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0)),
+            kBytes) {}
+  ~SharedCounterTest() override { ::munmap(memory_.data(), kBytes); }
+
+  const std::span<std::byte> memory_;
 };
 
 TEST_F(SharedCounterTest, AnotherProcessIsSeen) {
   const pid_t child = ::fork();
-  if (child == 0) {  // maps the file for itself, elsewhere
-    const SharedMap map(::fileno(file_), 4096);
+  if (child == 0) {
     ::usleep(20'000);
-    map.bytes()[100] = std::byte{7};
-    SharedCounter(map, 64).set(3);
+    memory_[100] = std::byte{7};
+    SharedCounter(memory_, 64).set(3);
     ::_exit(0);
   }
-  const SharedMap map(::fileno(file_), 4096);
-  const SharedCounter counter(map, 64);
+  const SharedCounter counter(memory_, 64);
   EXPECT_EQ(counter.wait(3, 30), 3u);
-  EXPECT_EQ(map.bytes()[100], std::byte{7});
+  EXPECT_EQ(memory_[100], std::byte{7});
   EXPECT_EQ(::waitpid(child, nullptr, 0), child);
 }
 
 TEST_F(SharedCounterTest, TheWaitEnds) {
-  const SharedMap map(::fileno(file_), 4096);
-  SharedCounter counter(map, 0);
-  EXPECT_THROW(SharedCounter(map, 2), Error);
-  EXPECT_THROW(SharedCounter(map, 4096), Error);
+  SharedCounter counter(memory_, 0);
+  EXPECT_THROW(SharedCounter(memory_, 2), Error);
+  EXPECT_THROW(SharedCounter(memory_, kBytes), Error);
   counter.set(2);
   EXPECT_EQ(counter.wait(1, 30), 2u);  // is further already
   EXPECT_EQ(counter.wait(3, 0.01), 2u);
