@@ -112,7 +112,6 @@ void bind_routes(py::module_& module) {
         return share::bytes_read_alone({table.values(), files}, verify);
       },
       py::arg("reads"), py::arg("files"), py::arg("verify"));
-  module.def("last_record", [](const py::buffer& reads) { return share::last_record(Table(reads).values()); });
   module.def(
       "split_reads",
       [](const py::buffer& reads, const std::vector<std::string>& files, uint32_t parts, uint64_t range_bytes) {

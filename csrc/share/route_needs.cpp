@@ -39,17 +39,6 @@ std::span<const int64_t> read_row_at(std::span<const int64_t> reads, size_t at, 
   return reads.subspan(at, words);
 }
 
-// Calls `use` with each row, as a Need without rank and file.
-template <typename Use>
-void for_each_row(std::span<const int64_t> reads, const Use& use) {
-  for (size_t at = 0; at < reads.size();) {
-    const Need need{0, 0, read_row_at(reads, at, 0)};
-    if (need.record_offset() < 0) throw Error::invalid("a rank's reads are malformed");
-    use(need);
-    at += need.row.size();
-  }
-}
-
 }  // namespace
 
 uint64_t item_bytes(const Need& need) {
@@ -94,24 +83,20 @@ Needs needs_of(std::span<const RankReads> ranks, std::span<const uint32_t> membe
   return needs;
 }
 
-int64_t last_record(std::span<const int64_t> reads) {
-  int64_t last = 0;
-  for_each_row(reads, [&](const Need& need) { last = std::max(last, need.record_offset()); });
-  return last;
-}
-
 std::vector<std::vector<int64_t>> split_reads(std::span<const int64_t> reads, std::span<const std::string> files,
                                               uint32_t parts, uint64_t range_bytes) {
   if (parts == 0 || range_bytes == 0) throw Error::invalid("reads are split into one part or more");
   std::vector<uint64_t> first;  // number of each file's first range, from its name: ranks number files differently
   for (const std::string& name : files) first.push_back(crc32(0, name.data(), name.size()));
   std::vector<std::vector<int64_t>> result(parts);
-  for_each_row(reads, [&](const Need& need) {
+  for (size_t at = 0; at < reads.size();) {
+    const Need need{0, 0, read_row_at(reads, at, 0)};
     const auto file = static_cast<uint64_t>(need.row[1]);
-    if (file >= first.size()) throw Error::invalid("a rank's reads are malformed");
+    if (file >= first.size() || need.record_offset() < 0) throw Error::invalid("a rank's reads are malformed");
     const uint64_t number = first[file] + static_cast<uint64_t>(need.record_offset()) / range_bytes;
     state::append(result[number % parts], need.row);
-  });
+    at += need.row.size();
+  }
   return result;
 }
 

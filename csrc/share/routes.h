@@ -90,9 +90,6 @@ std::vector<RankRoutes> plan_routes(std::span<const RankReads> ranks, const Rout
 std::vector<RankRoutes> plan_writes(std::span<const RankReads> held, const RouteOptions& options,
                                     std::span<uint64_t> bytes);
 
-// Returns the largest file offset of a record; 0 if there is none. Throws Error (invalid) for malformed reads.
-int64_t last_record(std::span<const int64_t> reads);
-
 // Splits `reads` into `parts` tables, so that large plans are made in bounded memory. Rows of a record are in the same
 // part on all ranks: files are divided into ranges of `range_bytes`, and ranges are assigned to parts round-robin.
 // Throws Error (invalid) for malformed reads.

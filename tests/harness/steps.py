@@ -124,6 +124,7 @@ LIMITS: dict[str, tuple[Any, str]] = {
     "seconds until what a dead save left is removed from a store": (orphans, "SAVE_GRACE"),
     "seconds until a network file system shows a file to all machines": (shared_directory, "_VISIBLE_SECONDS"),
     "bytes gathered to plan one part of a load": (routes, "_MOST_GATHERED_BYTES"),
+    "bytes of a range of a file that is in one part of a load": (routes, "_RANGE_BYTES"),
     "bytes of a slot": (options, "SLOT_BYTES"),
     "least bytes of one of several files": (native_layout, "LEAST_FILE_BYTES"),
 }

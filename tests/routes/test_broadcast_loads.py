@@ -90,6 +90,7 @@ def _in_parts(directory: Path) -> tuple[int, int]:
     }
     with (
         steps.limit("bytes gathered to plan one part of a load", 1000),
+        steps.limit("bytes of a range of a file that is in one part of a load", 1 << 20),
         mock.patch.object(_C, "plan_routes", wraps=_C.plan_routes) as planned,
     ):
         stats = vescale_ckpt.load(directory, state, broadcast_checkpoint=True, timeout=FOREVER).stats

@@ -29,7 +29,7 @@ _UNKNOWN = 0
 _HEAD = 5  # 64-bit words before the tables of packed routes
 _MOST_WHOLE_BYTES = 64 << 20  # each rank reads larger records itself if they can only be verified as a whole
 _MOST_GATHERED_BYTES = 128 << 20  # tables planned at a time; a plan takes a few times as much memory
-_RANGES_OF_A_PART = 4  # more ranges of each file make parts more even, and reads shorter
+_RANGE_BYTES = 16 << 20  # of files: such ranges are distributed over the parts of a plan
 _MOST_NODES = 16  # bytes that more nodes need are read once per group of at most this many nodes
 _SIZE = struct.Struct("<q")
 _MOST_OBJECT_BYTES = 64 << 20  # above this sum, each rank reads objects itself; else the coordinator reads for all
@@ -151,14 +151,12 @@ def _plan(exchange: Exchange, needs: Needs, verify: bool, phase: str, through_de
     """Plans one part of the records after another, so that the coordinator's memory is bounded; collective. Equal
     tables are gathered once, different ones at most `_MOST_GATHERED_BYTES` at a time."""
     # Every rank takes part in each step, even if its tables cannot be split.
-    last = exchange.together(lambda: _C.last_record(needs.rows), phase, LoadFailedError)
-    not_most_last, table_bytes = exchange.agree([~last], phase, [len(needs.rows)])
+    (table_bytes,) = exchange.agree([], phase, [len(needs.rows)])
     count = parts_of(table_bytes)
     if count > 1:
         count = parts_of(_planned_bytes_of_all(exchange, needs, phase))
-    range_bytes = range_bytes_of(~not_most_last, count)
     parts = exchange.together(
-        lambda: _C.split_reads(needs.rows, json.loads(needs.files), count, range_bytes), phase, LoadFailedError
+        lambda: _C.split_reads(needs.rows, json.loads(needs.files), count, _RANGE_BYTES), phase, LoadFailedError
     )
     number, common, planned = b"", b"", []
     coordinator = _Coordinator(verify, needs.budget, through_devices)
@@ -195,11 +193,6 @@ def planned_bytes(tables: Iterable[tuple[Hashable, Hashable, int]]) -> int:
 def parts_of(table_bytes: int) -> int:
     """Returns the number of parts to plan one at a time, for tables of this size."""
     return max(1, -(-table_bytes // _MOST_GATHERED_BYTES))
-
-
-def range_bytes_of(last_record: int, parts: int) -> int:
-    """Returns the size of the file ranges that are distributed over the parts."""
-    return last_record // (_RANGES_OF_A_PART * parts) + 1
 
 
 class _Coordinator:

@@ -678,8 +678,6 @@ TEST(SplitReads, RowsOfARecordStayTogetherOnAllRanks) {
     state::append(second, row(59 - i, 1 - i % 2, 1000 * (i / 2)));
   }
   const std::vector<std::string> ab{"a", "b"}, ba{"b", "a"};
-  EXPECT_EQ(last_record(first), 29000);
-  EXPECT_EQ(last_record({}), 0);
   const auto of_first = split_reads(first, ab, 3, 2500), of_second = split_reads(second, ba, 3, 2500);
   size_t words = 0;
   for (size_t part = 0; part < 3; ++part) {
@@ -695,7 +693,7 @@ TEST(SplitReads, RowsOfARecordStayTogetherOnAllRanks) {
   EXPECT_EQ(split_reads(first, ab, 1, 1)[0], first);
   EXPECT_THROW(split_reads(row(0, 2, 0), ab, 2, 10), Error);
   EXPECT_THROW(split_reads(Words{0, 0, 0, 900, 5, 1, 1, 100}, ab, 2, 10), Error);
-  EXPECT_THROW(last_record(Words{1, 2, 3}), Error);
+  EXPECT_THROW(split_reads(Words{1, 2, 3}, ab, 2, 10), Error);
 }
 
 TEST(RouteTables, RowsThatLeaveTheMemoryAreRefused) {
