@@ -10,19 +10,12 @@
 namespace vescale_ckpt {
 
 bool PageChoice::next_is_huge() {
-  const bool better = huge_is_better();
-  if (steps_.fetch_add(1) < wait_.load()) return better;
-  steps_.store(0);
-  wait_.store(std::clamp(2 * wait_.load(), kFirstWait, kLongestWait));
-  return !better;
+  const bool huge_is_better = huge_.load() <= single_.load();
+  return steps_.fetch_add(1) % kSteps == 0 ? !huge_is_better : huge_is_better;
 }
 
 void PageChoice::took(bool huge, uint64_t nanoseconds) {
-  const bool before = huge_is_better();
   (huge ? huge_ : single_).store(nanoseconds);
-  if (huge_is_better() == before) return;
-  steps_.store(0);
-  wait_.store(kFirstWait);
 }
 
 NewMemory::NewMemory(std::vector<std::span<std::byte>> ranges, PageChoice& choice) : choice_(choice) {

@@ -14,22 +14,20 @@
 
 namespace vescale_ckpt {
 
-// Chooses by what the last step of each kind took. Tries one step in huge pages first, and takes single ones until it
-// is done. Tries the kind that was slower again after 64 steps, and after twice as many each time that it still is.
-// Thread-safe, also after fork.
+// Chooses the kind whose last step took less time, and once in kSteps the other one. Tries one step in huge pages
+// first, and takes single ones until it is done. Thread-safe, also after fork.
 class PageChoice {
  public:
+  static constexpr uint64_t kSteps = 256;
+
   bool next_is_huge();
   void took(bool huge, uint64_t nanoseconds);  // for one step
 
  private:
   static constexpr uint64_t kUsual = 1'000'000;  // nanoseconds for single pages, until they have been timed
-  static constexpr uint64_t kFirstWait = 64, kLongestWait = 1024;  // steps
-
-  bool huge_is_better() const { return huge_.load() <= single_.load(); }
 
   std::atomic<uint64_t> huge_{UINT64_MAX}, single_{kUsual};  // nanoseconds of the last step
-  std::atomic<uint64_t> steps_{0}, wait_{0};
+  std::atomic<uint64_t> steps_{0};
 };
 
 // Ranges of new memory. They must outlive this. Thread-safe, while other threads fill them as well.

@@ -18,44 +18,17 @@ namespace {
 
 constexpr uint64_t kFast = 250'000, kMiddle = 500'000, kSlow = 5'000'000;  // nanoseconds
 
-// How many steps are of the same kind as the next one.
-int steps_alike(PageChoice& choice) {
-  const bool first = choice.next_is_huge();
-  int steps = 1;
-  while (choice.next_is_huge() == first) ++steps;
-  return steps;
-}
-
-TEST(PageChoice, StaysWithHugePagesWhereTheyAreFast) {
+TEST(PageChoice, TakesTheFasterKindAndTriesTheOtherNowAndThen) {
   PageChoice choice;
   EXPECT_TRUE(choice.next_is_huge());
   EXPECT_FALSE(choice.next_is_huge());  // other threads, meanwhile
-  choice.took(true, kFast);
-  EXPECT_EQ(steps_alike(choice), 64);
-  choice.took(false, kMiddle);  // tried, and no better
-  EXPECT_EQ(steps_alike(choice), 128);
-}
-
-TEST(PageChoice, TakesSinglePagesWhileHugeOnesAreSlow) {
-  PageChoice choice;
-  EXPECT_TRUE(choice.next_is_huge());
   choice.took(true, kSlow);
   choice.took(false, kMiddle);
-  EXPECT_EQ(steps_alike(choice), 64);
-  choice.took(true, kSlow);  // tried, and as slow as before
-  choice.took(false, kMiddle);
-  EXPECT_EQ(steps_alike(choice), 128);
+  for (uint64_t step = 2; step < PageChoice::kSteps; ++step) EXPECT_FALSE(choice.next_is_huge());
+  EXPECT_TRUE(choice.next_is_huge());
   choice.took(true, kFast);  // the host has memory again
-  EXPECT_EQ(steps_alike(choice), 64);
-}
-
-TEST(PageChoice, ReturnsToHugePagesWhereSingleOnesAreSlowerStill) {
-  PageChoice choice;
-  EXPECT_TRUE(choice.next_is_huge());
-  choice.took(true, kSlow);
+  for (uint64_t step = 1; step < PageChoice::kSteps; ++step) EXPECT_TRUE(choice.next_is_huge());
   EXPECT_FALSE(choice.next_is_huge());
-  choice.took(false, kSlow + 1);
-  EXPECT_EQ(steps_alike(choice), 64);
 }
 
 // 8 huge pages and a half, the first at the begin.
