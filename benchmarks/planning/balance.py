@@ -11,7 +11,7 @@ import torch
 from benchmarks.harness.by_turns import aligned
 from benchmarks.planning import stock
 from benchmarks.planning.models import MODELS, Entry, with_adam
-from benchmarks.planning.simulated_job import Parallelism, SimulatedState, gather, planned
+from benchmarks.planning.simulated_job import Parallelism, SimulatedState, bytes_by_rank, gather, planned
 
 _TABLE = (128256, 8192)
 
@@ -78,8 +78,8 @@ def cases() -> list[Case]:
 def balance(case: Case) -> tuple[float, float]:
     """Bytes of the busiest rank over the mean, ours and stock's; 1 is perfect."""
     inventories, _ = gather(SimulatedState(case.entries, case.parallelism))
-    plan, _ = planned(inventories, "balanced")
-    return _imbalance(plan.bytes_by_rank()), _imbalance(stock.bytes_by_rank(inventories))
+    _, parts = planned(inventories, "balanced")
+    return _imbalance(bytes_by_rank(inventories, parts)), _imbalance(stock.bytes_by_rank(inventories))
 
 
 def _imbalance(by_rank: Sequence[int]) -> float:

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
+from struct import iter_unpack
 from typing import NamedTuple
 
 import torch
@@ -148,6 +149,17 @@ def planned(
     """What the coordinator computes between gathering inventories and scattering local plans."""
     plan = _C.GlobalPlan(inventories, placement)
     return plan, [plan.local_plan(rank) for rank in range(len(inventories))]
+
+
+def bytes_by_rank(inventories: Sequence[Inventory], parts: Sequence[bytes]) -> list[int]:
+    """The bytes of tensors that each rank writes. `parts`: the local plans."""
+    return [
+        sum(
+            items[item][4] if dim < 0 else items[item][4] // items[item][7][dim] * length
+            for item, dim, _, length in iter_unpack("<4q", part)
+        )
+        for items, part in zip(map(_C.inventory_items, inventories), parts, strict=True)
+    ]
 
 
 class Written(NamedTuple):

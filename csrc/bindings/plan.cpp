@@ -62,11 +62,6 @@ void bind_plan(py::module_& module) {
       .def("local_plan", &local_plan)
       .def("holders", [](const plan::GlobalPlan& plan, uint32_t rank) { return bytes_of(plan.holders(rank)); })
       .def_property_readonly("differences", &differences)
-      .def("bytes_by_rank",
-           [](const plan::GlobalPlan& plan) {
-             const auto bytes = plan.bytes_by_rank();
-             return std::vector<uint64_t>(bytes.begin(), bytes.end());
-           })
       .def("catalog", &plan::GlobalPlan::catalog, py::call_guard<py::gil_scoped_release>());
 }
 

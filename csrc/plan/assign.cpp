@@ -39,6 +39,7 @@ class Assigner {
  private:
   // A chunk of one class.
   struct Shared {
+    uint32_t chunk;
     uint32_t set;     // set of ranks
     uint64_t weight;  // bytes
   };
@@ -57,7 +58,7 @@ class Assigner {
   const PlanOptions& options_;
   HolderSets sets_;
   std::vector<int64_t> bytes_;  // what each rank alone can write
-  std::vector<Shared> shared_;  // in the order of shared_chunks
+  std::vector<Shared> shared_;  // class after class
   Assignment result_;
 };
 
@@ -115,17 +116,15 @@ void Assigner::add_group(const Layout::Class& of, uint32_t chunk, uint64_t weigh
   std::for_each(holders.begin(), holders.end(), take);
   const auto shared = static_cast<uint32_t>(shared_.size() - result_.first_shared_chunk.back());
   result_.groups.push_back({Assignment::Group::kByKey, shared});
-  shared_.push_back({sets_.add(holders), weight});
-  result_.shared_chunks.push_back(chunk);
+  shared_.push_back({chunk, sets_.add(holders), weight});
 }
 
 void Assigner::share() {
   std::vector<SharedChunk> chunks;
   for (uint32_t key = 0; key < layout_.class_of.size(); ++key) {
     const uint32_t number = layout_.class_of[key];
-    const uint32_t* chunk = result_.shared_chunks.data() + result_.first_shared_chunk[number];
     for (const Shared& shared : shared_of(number)) {
-      const std::span<const int64_t> size = layout_.size(layout_.classes[number], *chunk++);
+      const std::span<const int64_t> size = layout_.size(layout_.classes[number], shared.chunk);
       const bool marked = layout_.classes[number].flags & state::kUncut;
       const bool uncut = shared.weight == 0 || whole_[key] || marked;
       chunks.push_back({.set = shared.set,

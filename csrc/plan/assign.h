@@ -46,8 +46,7 @@ struct Assignment {
 
   LargeVector<Group> groups;                 // class after class, chunk after chunk, node after node
   LargeVector<uint32_t> first_group;         // first group of each chunk, and the end
-  std::vector<uint32_t> shared_chunks;       // chunk of each kByKey group, class after class
-  std::vector<uint32_t> first_shared_chunk;  // start of each class in shared_chunks, and the end
+  std::vector<uint32_t> first_shared_chunk;  // first kByKey group of each class, and the end
   LargeVector<uint32_t> group_of;            // group of each slot, rank after rank; or kNoGroup
   std::vector<uint64_t> first_slot;          // start of each rank in group_of
 

@@ -32,7 +32,6 @@ class GlobalPlan {
   // length. Each call computes it.
   void local_plan(uint32_t rank, std::span<int64_t> words) const;
   uint64_t local_plan_words(uint32_t rank) const;
-  std::span<const uint64_t> bytes_by_rank() const { return local_plans_.bytes(); }
 
   // Returns what the rank needs to compare replicas at later saves: see Replicas. Each call computes it.
   std::vector<std::byte> holders(uint32_t rank) const;

@@ -23,10 +23,9 @@ class LocalPlans {
   uint64_t rows() const { return all_rows_; }  // sum over all ranks
   uint64_t rows(uint32_t rank) const { return tensors_[rank] + objects_[rank]; }
   uint64_t tensors(uint32_t rank) const { return tensors_[rank]; }
-  std::span<const uint64_t> bytes() const { return bytes_; }  // bytes of each rank
 
  private:
-  std::vector<uint64_t> tensors_, objects_, bytes_;
+  std::vector<uint64_t> tensors_, objects_;
   uint64_t all_rows_ = 0;
 };
 

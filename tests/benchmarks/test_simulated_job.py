@@ -22,6 +22,7 @@ from benchmarks.planning.models import Entry
 from benchmarks.planning.simulated_job import (
     Parallelism,
     SimulatedState,
+    bytes_by_rank,
     gather,
     metadata_files,
     planned,
@@ -108,8 +109,9 @@ def test_real_ranks_write_and_read_what_is_planned(
     saved, loads = Parallelism(ranks, saved_fsdp), Parallelism(ranks, fsdp)
     real = run_ranks(ranks, _save_and_load, checkpoint, saved, loads, node_size)
     state = SimulatedState(TENSORS, saved)
-    plan, parts = planned(gather(state, node_size).inventories)
-    assert [stored for stored, _ in real] == plan.bytes_by_rank()
+    inventories = gather(state, node_size).inventories
+    plan, parts = planned(inventories)
+    assert [stored for stored, _ in real] == bytes_by_rank(inventories, parts)
     index = _C.Index.from_bytes(metadata_files(plan, written(state, parts))[1])
     planned_reads = shared_reads(index, SimulatedState(TENSORS, loads), node_size)
     for (_, measured), expected in zip(real, planned_reads, strict=True):

@@ -1,8 +1,10 @@
 // Ranks of a job as the tests describe them, and what a plan makes of them.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
+#include <numeric>
 #include <span>
 #include <string>
 #include <vector>
@@ -80,12 +82,16 @@ inline std::string refusal(const Ranks& ranks) {
 }
 
 inline double max_over_mean(const GlobalPlan& plan) {
-  double most = 0, sum = 0;
-  for (const uint64_t bytes : plan.bytes_by_rank()) {
-    most = std::max(most, static_cast<double>(bytes));
-    sum += static_cast<double>(bytes);
+  const metadata::Catalog catalog = plan.catalog();
+  std::vector<double> bytes(plan.ranks());
+  for (const metadata::Catalog::Key& key : catalog.keys) {
+    for (uint64_t i = key.first_chunk; i < key.first_chunk + key.chunks; ++i) {
+      const metadata::Catalog::Chunk& chunk = catalog.chunks[i];
+      bytes[chunk.writer] +=
+          static_cast<double>(format::tensor_bytes(format::dtypes()[key.dtype], catalog.size(key, chunk)));
+    }
   }
-  return most * static_cast<double>(plan.ranks()) / sum;
+  return *std::ranges::max_element(bytes) * plan.ranks() / std::accumulate(bytes.begin(), bytes.end(), 0.0);
 }
 
 // "name (offset) (size)" of each chunk -> who writes it.
