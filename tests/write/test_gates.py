@@ -56,26 +56,6 @@ def test_two_saves_behind_one_optimizer(tmp_path: Path) -> None:
     assert weight.eq(0).all() and stored(tmp_path / "a").eq(1).all() and stored(tmp_path / "b").eq(1).all()
 
 
-def test_a_step_with_a_closure_waits(checkpoint: Path) -> None:
-    weight = ones()
-    optimizer = torch.optim.LBFGS([weight], lr=0.5, max_iter=3)
-    seen: list[bool] = []
-
-    def closure() -> torch.Tensor:
-        seen.append(handle.staged.done())
-        optimizer.zero_grad()
-        loss = ((weight - 3) ** 2).sum()
-        loss.backward()
-        return loss
-
-    with late_copies(begun_by(optimizer)):
-        handle = vescale_ckpt.save(checkpoint, {"weight": weight}, async_checkpoint=True, gate=optimizer)
-        optimizer.step(closure)  # type: ignore[arg-type]
-        handle.result(BOUND)
-    assert seen and all(seen) and not weight.eq(1).any()
-    assert stored(checkpoint).eq(1).all()
-
-
 def test_a_step_that_was_interrupted_waits_again(checkpoint: Path, ctrl_c: None) -> None:
     weight = ones()
     optimizer = torch.optim.SGD([weight], lr=1.0)
