@@ -7,11 +7,12 @@ from contextlib import closing
 from dataclasses import dataclass, field
 
 from .._checkpoint.native.step_order import SavedOrder, path_of
+from .._checkpoint.open_checkpoint import open_parts
 from .._checkpoint.recognize import recognize
 from .._fingerprint.fingerprint import Fingerprint, not_comparable
 from .._storage.open_storage import checkpoint_path
 from ..errors import CheckpointError
-from .info import opened_parts, read_fingerprint
+from .info import read_fingerprint
 
 
 @dataclass
@@ -75,7 +76,7 @@ def _compare(a: str, b: str, result: RunDiff) -> bool:
 
 
 def _fingerprint_at(path: str) -> Fingerprint | None:
-    first, *_ = opened_parts(path)
+    first, *_ = open_parts(path)
     with closing(first):
         first.check_malformed()
         return read_fingerprint(first)

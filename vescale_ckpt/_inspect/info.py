@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import os
-import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any
 
 from .. import settings
 from .._checkpoint.checkpoint import Checkpoint
-from .._checkpoint.native.index_checkpoint import IndexCheckpoint
-from .._checkpoint.recognize import recognize
+from .._checkpoint.open_checkpoint import open_parts
 from .._engine import _C
 from .._fingerprint.fingerprint import KEY as FINGERPRINT_KEY
 from .._fingerprint.fingerprint import Fingerprint
+from .._state import objects
 from .._state.key_selection import Selection
 from .._storage.open_storage import checkpoint_path, stat_of, storage_at
 from ..errors import CorruptCheckpointError
@@ -51,7 +49,7 @@ def inspect(path: str | os.PathLike[str], keys: str | Iterable[str] | None = Non
     settings.check()
     where = checkpoint_path(checked_path("path", path))
     selection = Selection(keys)
-    first, *others = opened_parts(where)
+    first, *others = open_parts(where)
     with closing(first):
         info = CheckpointInfo(
             where, first.format, first.writer, first.save_id, {}, {}, dict(first.aliases), {}, first.is_node_part,
@@ -71,17 +69,6 @@ def inspect(path: str | os.PathLike[str], keys: str | Iterable[str] | None = Non
         for key in [key for key in found if key not in selection]:
             del found[key]
     return info
-
-
-def opened_parts(path: str) -> Sequence[Checkpoint]:
-    kind = recognize(path)
-    if kind == "safetensors":
-        return [IndexCheckpoint.of_headers(path)]
-    if kind == "dcp" and (listed := IndexCheckpoint.open(path)) is not None:
-        return [listed]
-    from .._checkpoint.open_checkpoint import open_parts  # it imports torch, which takes seconds
-
-    return open_parts(path)
 
 
 def _add(part: Checkpoint, info: CheckpointInfo, selection: Selection) -> None:
@@ -112,7 +99,7 @@ def _length(path: str) -> int:
 
 
 def read_fingerprint(checkpoint: Checkpoint) -> Fingerprint | None:
-    """Returns the fingerprint that a checkpoint has; None if it has none. Needs no torch, and reads one record.
+    """Returns the fingerprint that a checkpoint has; None if it has none. Reads one record.
 
     Raises `CorruptCheckpointError` if it is damaged, and OSError if it cannot be read. (The file beside the data is a
     copy, which other software may have left behind.)
@@ -127,16 +114,6 @@ def read_fingerprint(checkpoint: Checkpoint) -> Fingerprint | None:
             f"{FINGERPRINT_KEY}: the fingerprint is damaged", key=FINGERPRINT_KEY, file=file, offset=chunk.offset
         )
     return Fingerprint.from_bytes(content, checkpoint.path)
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("_codecs", "encode"):  # so protocol 2 has bytes
-            return lambda text, encoding: text.encode("latin1")
-        raise pickle.UnpicklingError(f"{module}.{name} is not plain")
-
-    def persistent_load(self, pid: Any) -> Any:
-        raise pickle.UnpicklingError("a tensor is not plain")
 
 
 def _plain_value(checkpoint: Checkpoint, key: str) -> Any:
@@ -155,13 +132,7 @@ def _value(checkpoint: Checkpoint, key: str) -> Any:
     damaged. Runs no code. Raises what reading raises."""
     chunk = checkpoint.objects[key]
     _, record = storage_at(checkpoint.root).read_range(chunk.file, chunk.offset, chunk.bytes)
-    try:
-        content = _C.archive_pickle(record) if chunk.crc < 0 or _C.crc32(record) == chunk.crc else None
-        if content is None or _C.check_pickle(content)[0]:
-            return None
-        return _Unpickler(io.BytesIO(content)).load()
-    except Exception:  # a damaged pickle raises nearly anything
-        return None
+    return objects.load_plain(record)[1] if chunk.crc < 0 or _C.crc32(record) == chunk.crc else None
 
 
 def _is_plain(value: Any) -> bool:

@@ -98,7 +98,8 @@ class _PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} is not plain")
 
 
-def _load_plain(data: bytes) -> tuple[bool, Any]:
+def load_plain(data: bytes) -> tuple[bool, Any]:
+    """Returns whether the object in an archive is plain, and the object. Builds nothing of other classes."""
     pickled = _C.archive_pickle(data)
     if pickled is None or _C.check_pickle(pickled)[0]:
         return False, None
@@ -114,7 +115,7 @@ def load(data: bytes, *, weights_only: bool, key: str) -> Any:
     `weights_only`: builds only classes that torch or `trusted_types` allow, and raises `UntrustedCheckpointError` for
     others. Raises `CorruptCheckpointError` if `data` is no such archive.
     """
-    plain, value = _load_plain(data)
+    plain, value = load_plain(data)
     if plain:
         return value
     try:

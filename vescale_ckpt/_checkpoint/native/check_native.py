@@ -14,11 +14,11 @@ from ..._storage.open_storage import is_inconclusive, stat_of, storage_at
 from ..._storage.paths import check_relative
 from ...errors import CheckpointError
 from ...reports import Damage, VerifyReport
+from ..checkpoint import Chunk
 from ..damage import add_error
 from . import metadata_check, metadata_file
 from .explain_missing import explained
 from .file_names import NODE_MARKER, index_name, metadata_name
-from .index_checkpoint import says_the_same
 
 if TYPE_CHECKING:
     from ..check_records import Progress
@@ -85,8 +85,32 @@ def _check_index(checkpoint: NativeCheckpoint, counts: bool, path: str, report: 
         if error.errno != errno.ENOENT:
             report.harmless.append(Damage(None, path, getattr(error, "offset", 0), str(error)))
         return
-    if counts and not says_the_same(index, checkpoint):
+    if counts and not _says_the_same(index, checkpoint):
         report.damaged.append(Damage(None, path, 0, f"{path} contradicts the metadata that it belongs to"))
+
+
+def _says_the_same(index: _C.Index, checkpoint: NativeCheckpoint) -> bool:
+    """Whether a sound index holds what the checkpoint's metadata holds."""
+    if len(index) != len(checkpoint.tensors) + len(checkpoint.objects):
+        return False
+    try:
+        index.check_counts()  # it may claim more chunks than its metadata has room for
+        files = index.files
+        for number in range(len(index)):
+            name, dtype, shape, places = index.row(number)  # no two are of one name
+            chunks = [
+                Chunk(offsets, sizes, check_relative(files[file], name), offset, length, crc)
+                for offsets, sizes, file, offset, length, crc in places
+            ]
+            tensor = checkpoint.tensors.get(name)
+            expected = checkpoint.objects.get(name) if tensor is None else tensor.chunks
+            if tensor is not None and (f"torch.{dtype}", shape) != (str(tensor.dtype), tuple(tensor.shape)):
+                return False
+            if ([expected] if isinstance(expected, Chunk) else expected) != chunks:
+                return False
+    except (_C.EngineError, CheckpointError):  # it names what is not there
+        return False
+    return True
 
 
 def _check_tables(
