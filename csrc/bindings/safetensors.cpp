@@ -205,14 +205,6 @@ void dequantize_float8(const std::array<uint64_t, 7>& box, uint64_t numbers, uin
                         at_address<std::byte>(values), threads);
 }
 
-void dequantize_mxfp4_exchanged(const std::array<uint64_t, 3>& shape, uint64_t numbers, uint64_t exponents,
-                                const std::string& dtype, uint64_t values, unsigned threads) {
-  const auto [matrices, rows, groups] = shape;
-  hf::dequantize_mxfp4_exchanged(matrices, rows, groups, at_address<const uint8_t>(numbers),
-                                 at_address<const uint8_t>(exponents), value_type(dtype), at_address<std::byte>(values),
-                                 threads);
-}
-
 void dequantize_mxfp4(uint64_t groups, uint64_t numbers, uint64_t exponents, const std::string& dtype, uint64_t values,
                       unsigned threads) {
   hf::dequantize_mxfp4(groups, at_address<const uint8_t>(numbers), at_address<const uint8_t>(exponents),
@@ -225,9 +217,6 @@ void bind_safetensors(py::module_& module) {
   module.def("dequantize_float8", &dequantize_float8, py::arg("box"), py::arg("numbers"), py::arg("scales"),
              py::arg("dtype"), py::arg("values"), py::arg("threads"), py::call_guard<py::gil_scoped_release>(),
              "float8_e4m3fn times scales of blocks. box: the fields of hf::ScaledBox");
-  module.def("dequantize_mxfp4_exchanged", &dequantize_mxfp4_exchanged, py::arg("shape"), py::arg("numbers"),
-             py::arg("exponents"), py::arg("dtype"), py::arg("values"), py::arg("threads"),
-             py::call_guard<py::gil_scoped_release>(), "shape: matrices, rows, groups of a row");
   module.def("dequantize_mxfp4", &dequantize_mxfp4, py::arg("groups"), py::arg("numbers"), py::arg("exponents"),
              py::arg("dtype"), py::arg("values"), py::arg("threads"), py::call_guard<py::gil_scoped_release>());
   py::class_<hf::SafetensorsLayout>(module, "SafetensorsLayout")

@@ -115,23 +115,6 @@ VESCALE_CKPT_WIDE void mxfp4_groups(uint64_t groups, const uint8_t* numbers, con
   }
 }
 
-// Exchanges the values of up to 32 rows, group by group: what is written of a row of the result is a cache line or two.
-template <typename Value>
-void exchange(uint64_t rows, uint64_t all_rows, uint64_t groups, const uint8_t* numbers, const uint8_t* exponents,
-              Value* values) {
-  constexpr uint64_t kSide = 2 * kMxGroupBytes;
-  alignas(64) Value tile[kSide][kSide];
-  for (uint64_t group = 0; group < groups; ++group) {
-    for (uint64_t row = 0; row < rows; ++row) {
-      const uint64_t at = row * groups + group;
-      mxfp4_groups<Value>(1, numbers + at * kMxGroupBytes, exponents + at, reinterpret_cast<std::byte*>(tile[row]));
-    }
-    for (uint64_t column = 0; column < kSide; ++column, values += all_rows) {
-      for (uint64_t row = 0; row < rows; ++row) values[row] = tile[row][column];
-    }
-  }
-}
-
 uint64_t size_of(ValueType type) {
   return type == ValueType::float32 ? sizeof(float) : sizeof(uint16_t);
 }
@@ -166,26 +149,6 @@ void dequantize_mxfp4(uint64_t groups, const uint8_t* numbers, const uint8_t* ex
       const uint64_t begin = i * kBatch, count = std::min(kBatch, groups - begin);
       convert(count, numbers + begin * kMxGroupBytes, exponents + begin,
               values + begin * 2 * kMxGroupBytes * size_of(type));
-    };
-  });
-}
-
-void dequantize_mxfp4_exchanged(uint64_t matrices, uint64_t rows, uint64_t groups, const uint8_t* numbers,
-                                const uint8_t* exponents, ValueType type, std::byte* values, unsigned threads) {
-  constexpr uint64_t kSide = 2 * kMxGroupBytes;
-  const uint64_t tiles = (rows + kSide - 1) / kSide;
-  parallel_for(threads, matrices * tiles, 4, [&] {
-    return [&](size_t i) {
-      const uint64_t matrix = i / tiles, row = i % tiles * kSide, count = std::min(kSide, rows - row);
-      const uint64_t at = (matrix * rows + row) * groups, to = matrix * groups * kSide * rows + row;
-      const auto exchange_as = [&]<typename Value>(Value* to_values) {
-        exchange(count, rows, groups, numbers + at * kMxGroupBytes, exponents + at, to_values + to);
-      };
-      if (type == ValueType::float32) {
-        exchange_as(reinterpret_cast<float*>(values));
-      } else {
-        exchange_as(reinterpret_cast<uint16_t*>(values));
-      }
     };
   });
 }

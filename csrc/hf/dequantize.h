@@ -30,9 +30,4 @@ inline constexpr uint64_t kMxGroupBytes = 16;  // 32 numbers of 4 bits, the lowe
 void dequantize_mxfp4(uint64_t groups, const uint8_t* numbers, const uint8_t* exponents, ValueType type,
                       std::byte* values, unsigned threads);
 
-// Does the same for matrices of `rows` with `groups` in each, and exchanges rows and columns of the values: they are
-// matrices x (32 * groups) x rows.
-void dequantize_mxfp4_exchanged(uint64_t matrices, uint64_t rows, uint64_t groups, const uint8_t* numbers,
-                                const uint8_t* exponents, ValueType type, std::byte* values, unsigned threads);
-
 }  // namespace vescale_ckpt::hf

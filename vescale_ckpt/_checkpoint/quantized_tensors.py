@@ -167,8 +167,6 @@ class _Piece:
     first: tuple[int, int]  #: of the box in its first block; last two dimensions, as the numbers are stored
 
     def make(self, threads: int) -> None:
-        if self._make_exchanged(threads):
-            return
         of, made_as = self.of, self.of.made_as(self.target.dtype)
         shape = (*self.numbers.shape[:-2], self.numbers.shape[-2] * _GROUP) if of.is_mxfp4 else self.numbers.shape
         target = self.target.transpose(-1, -2) if of.is_exchanged else self.target
@@ -194,21 +192,6 @@ class _Piece:
             )
         if not in_place:
             target.copy_(values.narrow(-1, self.first[1], target.shape[-1]) if of.is_mxfp4 else values)
-
-    def _make_exchanged(self, threads: int) -> bool:
-        """Makes the values in place if the target is that of whole groups, and contiguous."""
-        of, target = self.of, self.target
-        dtype = _ENGINE_DTYPES.get(target.dtype)
-        *others, rows, groups = self.scales.shape
-        if dtype is None or not target.is_contiguous() or target.device.type != "cpu":
-            return False
-        if not of.is_exchanged or target.shape[-2] != groups * _GROUP:
-            return False
-        _C.dequantize_mxfp4_exchanged(
-            (prod(others), rows, groups), self.numbers.data_ptr(), self.scales.data_ptr(), dtype, target.data_ptr(),
-            threads,
-        )  # fmt: skip
-        return True
 
 
 def fill(

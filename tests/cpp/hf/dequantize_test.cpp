@@ -87,25 +87,6 @@ TEST(Dequantize, Mxfp4HasEveryNumberAndExponent) {
   }
 }
 
-TEST(Dequantize, Mxfp4WithRowsAndColumnsExchanged) {
-  constexpr uint64_t kMatrices = 3, kRows = 45, kGroups = 3, kColumns = 32 * kGroups;
-  std::vector<uint8_t> numbers(kMatrices * kRows * kGroups * kMxGroupBytes), exponents(kMatrices * kRows * kGroups);
-  for (size_t i = 0; i < numbers.size(); ++i) numbers[i] = static_cast<uint8_t>(i * 31);
-  for (size_t i = 0; i < exponents.size(); ++i) exponents[i] = static_cast<uint8_t>(i + 90);
-  const auto check = [&]<typename Value>(Value, ValueType type) {
-    std::vector<Value> straight(kMatrices * kRows * kColumns), exchanged(straight.size());
-    const auto bytes = [](auto& vector) { return reinterpret_cast<std::byte*>(vector.data()); };
-    dequantize_mxfp4(exponents.size(), numbers.data(), exponents.data(), type, bytes(straight), 1);
-    dequantize_mxfp4_exchanged(kMatrices, kRows, kGroups, numbers.data(), exponents.data(), type, bytes(exchanged), 3);
-    for (uint64_t i = 0; i < straight.size(); ++i) {
-      const uint64_t matrix = i / (kRows * kColumns), row = i / kColumns % kRows, column = i % kColumns;
-      ASSERT_EQ(exchanged[(matrix * kColumns + column) * kRows + row], straight[i]) << i;
-    }
-  };
-  check(0.0f, ValueType::float32);
-  check(uint16_t{0}, ValueType::bfloat16);
-}
-
 TEST(Dequantize, EmptyAndImpossibleBoxes) {
   const auto make = [](const ScaledBox& box) {
     dequantize_float8(box, nullptr, nullptr, ValueType::float32, nullptr, 2);
@@ -116,7 +97,6 @@ TEST(Dequantize, EmptyAndImpossibleBoxes) {
   for (const ScaledBox& box : {ScaledBox{1, 1, 1, 0, 0, 0, 2}, {1, 1, 1, 2, 0, 2, 2}, {1, 1, 1, 0, 2, 2, 2}}) {
     EXPECT_THROW(make(box), Error);
   }
-  dequantize_mxfp4_exchanged(0, 2, 2, nullptr, nullptr, ValueType::float32, nullptr, 2);
   dequantize_mxfp4(0, nullptr, nullptr, ValueType::float32, nullptr, 2);
 }
 
