@@ -37,6 +37,7 @@ from .._storage.open_storage import (
 from .._storage.pending import PendingFolder
 from ..errors import CheckpointError, CorruptCheckpointError
 from ..settings import checked_flag, checked_path
+from . import formats
 from .transfer import CopyReport, Made, Transfer
 
 
@@ -215,7 +216,7 @@ class FolderCopy:
         if not marks and any(map(marks_checkpoint, files.names)):
             return None
         if not self._overwrite:
-            raise _exists(self._path)
+            raise formats.exists(self._path)
         # While they are written, the old checkpoint would be a mixture. No two saves give a file the same random name.
         kept = {name for name in there & files.of_checkpoint if not is_data_file(name)}
         if not any(map(is_metadata_file, files.names)):  # a model: readers may find what is there in its place
@@ -229,24 +230,8 @@ class FolderCopy:
     def _check_destination(self, files: CopiedFiles) -> None:
         """Raises `CheckpointError` unless the copy may take its name. With `overwrite` it replaces a checkpoint, but
         not a folder with anything else in it."""
-        path = self._path
-        if not os.path.lexists(path):
-            return
-        if os.path.exists(path) and stat_of(self._source).identity[:2] == stat_of(path).identity[:2]:
-            raise CheckpointError(f"{path} would be copied onto itself", path=path)
-        if not is_folder(path):
-            raise CheckpointError(f"{path} is no folder, where one would be written", path=path)
-        names = storage_at(path).names()
-        if not names:
-            return
-        if not self._overwrite:
-            raise _exists(path)
-        if others := files.foreign_in(path):
-            raise CheckpointError(f"{path} holds {others[0]}, too, and is not replaced: remove it first", path=path)
-
-
-def _exists(path: str) -> CheckpointError:
-    return CheckpointError(f"{path} exists: it is only replaced with overwrite=True (--overwrite)", path=path)
+        if formats.names_to_replace(self._source, self._path, True, self._overwrite):
+            formats.check_foreign(self._path, files.foreign_in(self._path))
 
 
 # --- What was written

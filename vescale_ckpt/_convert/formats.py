@@ -35,21 +35,36 @@ def check_destination(source: str, path: str, format: Format, overwrite: bool) -
         raise CheckpointError(
             f"{path} is in an object store: convert to a disk, and copy that there (vescale-ckpt copy)", path=path
         )
+    names = names_to_replace(source, path, is_folder(path, format), overwrite)
+    if format == "safetensors" and is_folder(path, format):
+        check_foreign(path, sorted(name for name in names if not is_part_of_export(name)))
+
+
+def names_to_replace(source: str, path: str, by_folder: bool, overwrite: bool) -> list[str]:
+    """Returns the names in the destination of a conversion or a copy; none if it does not exist, [""] for a file.
+    Raises `CheckpointError` if it is the source, is a file and not a folder or the reverse, or may not be replaced."""
     if not os.path.lexists(path.rstrip("/") or path):
-        return
-    is_there = is_directory(path)
+        return []
     if _same(source, path):
-        raise CheckpointError(f"{path} would be converted onto itself", path=path)
-    if is_there != is_folder(path, format):
-        kinds = ("a file", "a folder") if is_folder(path, format) else ("a folder", "a file")
+        raise CheckpointError(f"{path} would be written onto itself", path=path)
+    is_there = is_directory(path)
+    if is_there != by_folder:
+        kinds = ("a file", "a folder") if by_folder else ("a folder", "a file")
         raise CheckpointError(f"{path} is {kinds[0]}, where {kinds[1]} would be written", path=path)
     names = storage_at(path).names() if is_there else [""]
     if names and not overwrite:
-        raise CheckpointError(f"{path} exists: it is only replaced with overwrite=True", path=path)
-    is_model = is_there and format == "safetensors"
-    others = sorted(name for name in names if is_model and not _OF_SAFETENSORS.fullmatch(name))
-    if others:
-        raise CheckpointError(f"{path} holds {others[0]}, too, and is not replaced: remove it first", path=path)
+        raise exists(path)
+    return names
+
+
+def check_foreign(path: str, names: Sequence[str]) -> None:
+    """Raises `CheckpointError` if the destination holds such names, which are of nothing that is replaced."""
+    if names:
+        raise CheckpointError(f"{path} holds {names[0]}, too, and is not replaced: remove it first", path=path)
+
+
+def exists(path: str) -> CheckpointError:
+    return CheckpointError(f"{path} exists: it is only replaced with overwrite=True (--overwrite)", path=path)
 
 
 def goes_into_place(path: str, format: Format) -> bool:
@@ -59,7 +74,7 @@ def goes_into_place(path: str, format: Format) -> bool:
 
 def _same(source: str, path: str) -> bool:
     try:
-        return stat_of(source).identity == stat_of(path).identity
+        return stat_of(source).identity[:2] == stat_of(path).identity[:2]
     except OSError:
         return False
 
