@@ -12,7 +12,6 @@ import errno
 import os
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import cached_property
 from operator import attrgetter
 from operator import index as as_index
@@ -20,7 +19,6 @@ from types import EllipsisType, TracebackType
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
 from . import settings
 from ._checkpoint.safetensors.header_texts import OUR_TEXTS, checked_metadata, with_ties
@@ -46,6 +44,9 @@ __all__ = ["load_file", "safe_open", "save_file"]
 Device = str | int | torch.device
 
 _DTYPE_OF = attrgetter("dtype")
+_LARGE = 4 << 20  # bytes of a tensor for which huge pages count
+#: The index of a tensor in a file, its shape, and offsets and sizes of a box of it.
+_Box = tuple[int, Sequence[int], Sequence[int], Sequence[int]]
 
 
 # --- Saving
@@ -246,14 +247,9 @@ def load_file(
 ) -> dict[str, torch.Tensor]:
     """Loads all tensors of a file into new memory, in the order of the file.
 
-    A tensor of 8 MiB or more gets its own memory. Smaller tensors share blocks of at most 16 MiB with their neighbours
-    in the file. A block is freed with its last tensor; a `clone()` has its own memory. On the CPU, each tensor has its
-    own storage of its own size. As in the library, these storages cannot grow (`resize_`).
-
-    On a CUDA device, torch allocates the memory, and tensors of one block share a storage: `torch.save` of one of them
-    writes all of it, and a resize of the storage changes all of them. Each tensor starts at a multiple of 512 bytes.
-    Data is verified in host memory and copied while more is read, after the queued work of the current stream. All
-    copies are complete when the call returns. For other devices, torch copies each tensor from host memory.
+    Each tensor has its own memory. On a CUDA device, data is verified in host memory and copied while more is read,
+    after the queued work of the current stream. All copies are complete when the call returns. For other devices, torch
+    copies each tensor from host memory.
 
     Args:
         filename: the file.
@@ -303,16 +299,10 @@ class _Opened:
 
     def shape(self, index: int) -> tuple[int, ...]:
         """Returns the shape in torch. Raises `CheckpointError` for a tensor that torch cannot hold."""
-        with self._errors_of_torch([index]):
-            return self.file.torch_shape(index)
-
-    @contextmanager
-    def _errors_of_torch(self, indices: Sequence[int]) -> Iterator[None]:
         try:
-            yield
+            return self.file.torch_shape(index)
         except _C.EngineError as error:
-            key = self.tensors[indices[error.item or 0]][0]
-            raise CheckpointError(f"{error}", key=key, path=self.path) from None
+            raise CheckpointError(f"{error}", key=self.tensors[index][0], path=self.path) from None
 
     @cached_property
     def cuda(self) -> int | None:
@@ -327,30 +317,37 @@ class _Opened:
 
     def _empty(self, shape: Sequence[int], name: str) -> torch.Tensor:
         """Allocates memory that the engine fills."""
-        return torch.empty(shape, dtype=SAFETENSORS_DTYPES[name], device="cpu" if self.cuda is None else self.device)
+        if self.cuda is not None:
+            return torch.empty(shape, dtype=SAFETENSORS_DTYPES[name], device=self.device)
+        tensor = torch.empty(shape, dtype=SAFETENSORS_DTYPES[name], device="cpu")
+        if tensor.nbytes >= _LARGE:
+            _C.advise_huge_pages(tensor.data_ptr(), tensor.nbytes)
+        return tensor
 
     def read(self, indices: Sequence[int]) -> list[torch.Tensor]:
-        device, stream = (self._streams() or [(-1, 0)])[0]
-        with self._errors_of_torch(indices):
-            load = _C.SafetensorsLoad(self.file, indices, self.verify, self.options, self._empty, device, stream)
-        tensors = load.tensors(from_dlpack, _part_of)
-        with named_errors(lambda row: self.tensors[indices[row]][0], self.path):
-            load.finish()
-        return self._on_device(tensors)
+        return self._read_boxes([(index, shape := self.shape(index), (0,) * len(shape), shape) for index in indices])
 
     def read_chunk(self, index: int, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        shape = self.shape(index)
-        filled = self._empty(sizes, self.tensors[index][2])
-        if filled.numel():
-            at, length = self.file.range(index)
-            code = DTYPE_CODES[filled.dtype]
-            chunk = (len(shape), *shape, *offsets, *sizes, filled.data_ptr(), *filled.stride())
-            table = int_table([0, at, length, self.file.head_crc, code, *chunk])
-            devices = int_table([-1 if self.cuda is None else self.cuda])
-            with named_errors(lambda _: self.tensors[index][0], self.path):
-                reads = _C.SafetensorsReads(self.file, self.verify, self.options)
-                reads.read_tensors([self.path], table, devices, self._streams())
-        return self._on_device([filled])[0]
+        return self._read_boxes([(index, self.shape(index), offsets, sizes)])[0]
+
+    def _read_boxes(self, boxes: Sequence[_Box]) -> list[torch.Tensor]:
+        """Reads boxes of tensors into new memory."""
+        device = -1 if self.cuda is None else self.cuda
+        table, devices = int_table(), int_table()
+        found, names = list[torch.Tensor](), list[str]()
+        for index, shape, offsets, sizes in boxes:
+            name, _, dtype, _ = self.tensors[index]
+            filled = self._empty(sizes, dtype)
+            found.append(filled)
+            if filled.numel():
+                names.append(name)
+                devices.append(device)
+                table.extend((0, *self.file.range(index), self.file.head_crc, DTYPE_CODES[filled.dtype], len(shape)))
+                table.extend((*shape, *offsets, *sizes, filled.data_ptr(), *filled.stride()))
+        with named_errors(names.__getitem__, self.path):
+            reads = _C.SafetensorsReads(self.file, self.verify, self.options)
+            reads.read_tensors([self.path], table, devices, self._streams())
+        return self._on_device(found)
 
     def read_all(self) -> dict[str, torch.Tensor]:
         with gc_paused():
@@ -374,24 +371,13 @@ class _Opened:
         return found
 
 
-def _part_of(block: torch.Tensor, begin: int, end: int, shape: list[int], name: str) -> torch.Tensor:
-    """Returns the tensor in a range of a block of bytes.
-
-    The tensor shares the block's storage: with a storage of this package's own on a device, torch's `record_stream` and
-    its sharing between processes would fail or do nothing. The tensor has its own version counter: with a common one,
-    autograd would take a change of one tensor for a change of all.
-    """
-    return block[begin:end].view(SAFETENSORS_DTYPES[name]).view(shape).data
-
-
 class safe_open:  # the name that callers know
     """A context manager for a file whose tensors, or parts of them, are read on demand.
 
     Args:
         filename: an existing file. It stays open, so a later replacement has no effect.
         framework: "pt" (or "torch", "pytorch"): torch tensors.
-        device: the device of the tensors. On a CUDA device, `get_tensor` and slices return tensors with their own
-            memory.
+        device: the device of the tensors.
 
     If the file has checksums, all data is verified as it is read. Raises the errors of `load_file`.
     """

@@ -31,6 +31,13 @@ std::byte* map_huge(uint64_t bytes) {
 
 }  // namespace
 
+void advise_huge_pages(std::byte* memory, uint64_t bytes) {
+  const auto address = reinterpret_cast<uintptr_t>(memory);
+  const uint64_t begin = align_up(address, system::page_bytes());
+  const uint64_t end = align_down(address + bytes, system::page_bytes());
+  if (begin < end) system::advise(reinterpret_cast<std::byte*>(begin), end - begin, MADV_HUGEPAGE);
+}
+
 Slot::~Slot() {
   if (arena_ != nullptr) arena_->release(data_);
 }

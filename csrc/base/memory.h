@@ -28,6 +28,9 @@ constexpr uint64_t next_congruent(uint64_t from, uint64_t place) {
   return from + (place - from) % kBlock;  // where it wraps, it does so by whole blocks
 }
 
+// Asks for huge pages behind memory that is about to be filled for the first time. A hint: errors are ignored.
+void advise_huge_pages(std::byte* memory, uint64_t bytes);
+
 class Arena;
 
 // One slot, given back on destruction.

@@ -261,12 +261,6 @@ int populate(std::byte* address, uint64_t bytes) {
   return static_cast<int>(guarded(Call::populate, [&] { return ::madvise(address, bytes, kPopulateWrite); }));
 }
 
-uint64_t thread_nanoseconds() {
-  timespec time{};
-  ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
-  return static_cast<uint64_t>(time.tv_sec) * 1'000'000'000 + static_cast<uint64_t>(time.tv_nsec);
-}
-
 int prefer_node(std::byte* address, uint64_t bytes, std::optional<int> node) {
   constexpr unsigned long kWordBits = 8 * sizeof(unsigned long);
   std::array<unsigned long, 16> nodes{};  // 1024: the most that the kernel can be built for

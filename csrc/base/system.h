@@ -83,8 +83,6 @@ int make_writable(std::byte* address, uint64_t bytes);
 int advise(std::byte* address, uint64_t bytes, int advice);
 // Takes pages for writable memory, which keeps what it holds; -EINVAL where the kernel has no such call.
 int populate(std::byte* address, uint64_t bytes);
-// The processor time of the calling thread, with what a hypervisor did for it meanwhile.
-uint64_t thread_nanoseconds();
 // Lets pages that are taken from now on lie on a node of memory, where it has some left; nullopt: wherever they would.
 int prefer_node(std::byte* address, uint64_t bytes, std::optional<int> node);
 

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "base/crc32.h"
+#include "base/memory.h"
 #include "bindings/bindings.h"
 #include "format/checksum_table.h"
 #include "io/table_cursor.h"
@@ -50,6 +51,10 @@ void bind_bytes(py::module_& module) {
       "crc32_of_memory",
       [](uintptr_t address, uint64_t bytes) { return crc32(0, reinterpret_cast<void*>(address), bytes); },
       py::arg("address"), py::arg("bytes"), py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "advise_huge_pages",
+      [](uintptr_t address, uint64_t bytes) { advise_huge_pages(reinterpret_cast<std::byte*>(address), bytes); },
+      py::arg("address"), py::arg("bytes"));
   module.def("crc32_combine", &crc32_combine, py::arg("first"), py::arg("second"), py::arg("second_bytes"));
   module.def("read_bytes", &read_bytes, py::arg("paths"), py::arg("table"), py::arg("options"),
              "ranges of files, as they are");

@@ -47,15 +47,6 @@ struct Tensor {
 };
 static_assert(sizeof(Tensor) == 48);
 
-// Owns what it describes, until `deleter` is called. A capsule of this name gives it away.
-struct ManagedTensor {
-  Tensor tensor;
-  void* context;
-  void (*deleter)(ManagedTensor*);
-};
-static_assert(sizeof(ManagedTensor) == 64);
-constexpr const char* kTensorCapsule = "dltensor";
-
 struct ExchangeApi {
   uint32_t major;
   uint32_t minor;

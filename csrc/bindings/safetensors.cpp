@@ -11,13 +11,11 @@
 
 #include "base/error.h"
 #include "bindings/bindings.h"
-#include "bindings/dlpack.h"
 #include "bindings/tensor_reader.h"
 #include "format/torch_record.h"
 #include "hf/dequantize.h"
 #include "hf/safetensors_file.h"
 #include "hf/safetensors_layout.h"
-#include "hf/safetensors_load.h"
 #include "state/tables.h"
 
 namespace vescale_ckpt::bindings {
@@ -74,117 +72,6 @@ py::object header_rows(const std::vector<std::shared_ptr<hf::SafetensorsFile>>& 
   if (!rows) return py::none();
   return py::make_tuple(rows->names, py::bytes(rows->dtypes), bytes_of(rows->inventory), bytes_of(rows->locations));
 }
-
-dlpack::DataType data_type(std::string_view torch_name) {
-  if (torch_name == "int8") return {dlpack::kInt, 8, 1};
-  if (torch_name == "uint8") return {dlpack::kUInt, 8, 1};
-  const auto known = std::ranges::find(kDTypeNames, torch_name, &DTypeName::name);
-  if (known == kDTypeNames.end()) throw Error::invalid("DLPack has no " + std::string(torch_name));
-  return known->type;
-}
-
-// A contiguous tensor for whoever takes it over: its memory is held until that one lets it go.
-struct LentTensor {
-  dlpack::ManagedTensor managed{};
-  std::shared_ptr<std::byte> data;
-  std::vector<int64_t> shape, strides;
-
-  explicit LentTensor(const hf::SafetensorsLoad::Tensor& loaded)
-      : data(loaded.data), shape(loaded.shape), strides(format::contiguous_strides(shape)) {
-    managed.tensor = {data.get(),   dlpack::kCpu,   0, static_cast<int32_t>(shape.size()), data_type(loaded.dtype),
-                      shape.data(), strides.data(), 0};
-    managed.context = this;
-    managed.deleter = [](dlpack::ManagedTensor* given) { delete static_cast<LentTensor*>(given->context); };
-  }
-};
-
-py::object capsule_of(const hf::SafetensorsLoad::Tensor& loaded) {
-  auto lent = std::make_unique<LentTensor>(loaded);
-  PyObject* capsule = PyCapsule_New(&lent->managed, dlpack::kTensorCapsule, [](PyObject* left) {
-    if (!PyCapsule_IsValid(left, dlpack::kTensorCapsule)) return;  // it was taken over
-    auto* managed = static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(left, dlpack::kTensorCapsule));
-    managed->deleter(managed);
-  });
-  if (capsule == nullptr) throw py::error_already_set();
-  static_cast<void>(lent.release());
-  return py::reinterpret_steal<py::object>(capsule);
-}
-
-// Calls `empty(shape, dtype's name)`, which makes a tensor without values.
-py::object made(const py::function& empty, const hf::SafetensorsLoad::Tensor& tensor) {
-  return empty(tensor.shape, text(std::string(tensor.dtype)));
-}
-
-// A load, and what one to an accelerator writes into and copies with.
-class Load {
- public:
-  // `empty` makes memory. `device`: a CUDA device, whose current stream for this thread is `stream`; -1: host memory.
-  Load(std::shared_ptr<const hf::SafetensorsFile> file, const std::vector<size_t>& numbers, bool verify,
-       const io::EngineOptions& options, py::function empty, int device, device::StreamHandle stream)
-      : empty_(std::move(empty)) {
-    for (const size_t number : numbers) tensor_at(*file, number);
-    if (device < 0) {
-      const py::gil_scoped_release release;
-      load_.emplace(std::move(file), numbers, verify, options);
-      return;
-    }
-    const auto take = [this](const hf::SafetensorsLoad::Tensor* alone, uint64_t bytes) {
-      blocks_.append(alone != nullptr ? made(empty_, *alone) : empty_(std::vector{bytes}, "uint8"));
-      return reinterpret_cast<std::byte*>(blocks_[blocks_.size() - 1].attr("data_ptr")().cast<uintptr_t>());
-    };
-    const auto sink = [&]() -> read::DeviceSink* {
-      const py::gil_scoped_release release;
-      const int64_t devices = device;
-      const stage::Producer producer{device, stream};
-      to_device_ = stage::device_load({&devices, 1}, {&producer, 1});
-      return to_device_.get();
-    };
-    const hf::SafetensorsLoad::OnDevice target{device, take, sink};
-    load_.emplace(std::move(file), numbers, verify, options, &target);
-  }
-
-  // Returns when nothing is read and no block is written any more: not before may their memory be used for other
-  // things.
-  ~Load() {
-    const py::gil_scoped_release release;
-    load_.reset();
-    to_device_.reset();
-  }
-  Load(const Load&) = delete;
-  Load& operator=(const Load&) = delete;
-
-  py::list tensors(const py::function& from_dlpack, const py::function& part) const {
-    py::list tensors(load_->tensors().size());
-    for (size_t i = 0; i < tensors.size(); ++i) {
-      const hf::SafetensorsLoad::Tensor& loaded = load_->tensors()[i];
-      if (loaded.data == nullptr) {
-        tensors[i] = made(empty_, loaded);
-      } else if (blocks_.empty()) {  // in host memory
-        tensors[i] = from_dlpack(capsule_of(loaded));
-      } else if (loaded.alone) {
-        tensors[i] = blocks_[loaded.block];
-      } else {
-        const uint64_t end = loaded.offset + loaded.bytes;
-        tensors[i] = part(blocks_[loaded.block], loaded.offset, end, loaded.shape, text(std::string(loaded.dtype)));
-      }
-    }
-    return tensors;
-  }
-
-  py::dict finish() {
-    return read_dict(*without_gil([&] {
-      auto report = load_->finish();
-      if (to_device_) to_device_->finish();
-      return report;
-    }));
-  }
-
- private:
-  py::function empty_;
-  py::list blocks_;
-  std::unique_ptr<stage::DeviceLoad> to_device_;
-  std::optional<hf::SafetensorsLoad> load_;
-};
 
 template <typename Pointer>
 Pointer* at_address(uint64_t address) {
@@ -258,17 +145,6 @@ void bind_safetensors(py::module_& module) {
       .def_readonly("head_crc", &hf::SafetensorsFile::head_crc);
 
   module.def("header_rows", &header_rows, py::arg("files"), py::arg("keys") = std::nullopt);
-
-  py::class_<Load>(module, "SafetensorsLoad")
-      .def(py::init<std::shared_ptr<hf::SafetensorsFile>, const std::vector<size_t>&, bool, const io::EngineOptions&,
-                    py::function, int, device::StreamHandle>(),
-           py::arg("file"), py::arg("numbers"), py::arg("verify"), py::arg("options"), py::arg("empty"),
-           py::arg("device") = -1, py::arg("stream") = device::StreamHandle(),
-           "into host memory, or into blocks made by empty(shape, dtype's name) on a CUDA device")
-      .def("tensors", &Load::tensors, py::arg("from_dlpack"), py::arg("part"),
-           "in host memory made by from_dlpack(capsule); on a device blocks, or parts of blocks, made by part(block, "
-           "begin and end in bytes, shape, dtype's name); without bytes, by `empty`")
-      .def("finish", &Load::finish);
 
   py::class_<hf::SafetensorsReads>(module, "SafetensorsReads")
       .def(py::init<bool, const io::EngineOptions&>(), py::arg("verify"), py::arg("options"))

@@ -22,7 +22,7 @@ class ReadJob {
  public:
   ReadJob(std::span<const std::string> paths, const OpenFile& open, std::span<const ReadItem> items,
           std::span<const uint32_t> rows, Purpose purpose, const io::EngineOptions& options, ReadReport& report,
-          DeviceSink* sink = nullptr, NewMemory* new_memory = nullptr)
+          DeviceSink* sink = nullptr)
       : paths_(paths),
         items_(items),
         verify_(purpose != Purpose::deliver),
@@ -30,7 +30,6 @@ class ReadJob {
         options_(options),
         report_(report),
         sink_(sink),
-        new_memory_(new_memory),
         plan_(open, items, rows, purpose, options, report) {}
 
   void run() {
@@ -122,9 +121,6 @@ class ReadJob {
     flight.transfer.size =
         range.in_place != nullptr ? flight.transfer.needed : align_up(range.end, kBlock) - range.begin;
     flight.item = &range;
-    if (new_memory_ != nullptr && range.in_place != nullptr) {
-      new_memory_->take_pages(range.in_place, flight.transfer.needed);
-    }
     if (sink_ != nullptr && flight.slot) sink_->prepare({flight.slot->data(), options_.slot_bytes});
   }
 
@@ -160,7 +156,6 @@ class ReadJob {
       const std::byte* bytes = data + (from - part.begin);
       const bool sums = verify_ && record.check != Record::Check::blocks && record.check != Record::Check::none;
       std::byte* const copy_to = scatter ? dense_target(record, from - body, to - body) : nullptr;
-      if (copy_to != nullptr && new_memory_ != nullptr) new_memory_->take_pages(copy_to, to - from);
       if (sums && copy_to != nullptr) {
         record.sums[part.sum] = {copy_crc32(copy_to, bytes, to - from, 0), to - from};
         scatter = false;
@@ -287,7 +282,6 @@ class ReadJob {
   const io::EngineOptions& options_;
   ReadReport& report_;
   DeviceSink* const sink_;  // nullptr: all items are in the host's memory
-  NewMemory* const new_memory_;
   ReadPlan plan_;
   WorkQueue<size_t> queue_;
   std::mutex keep_mutex_;  // guards data that several workers use in conclude(), keep() and add_damage()
@@ -336,7 +330,7 @@ OpenFile opening(std::span<const std::string> paths, const io::EngineOptions& op
 
 std::unique_ptr<ReadReport> read_tensors(std::span<const std::string> paths, std::span<const ReadItem> items,
                                          bool verify, const io::EngineOptions& options, DeviceSink* sink,
-                                         const OpenFile& open, NewMemory* new_memory) {
+                                         const OpenFile& open) {
   if (sink == nullptr && std::ranges::any_of(items, [](const ReadItem& item) { return item.device >= 0; })) {
     throw Error::invalid("rows on a device, but nothing to copy them there");
   }
@@ -344,7 +338,7 @@ std::unique_ptr<ReadReport> read_tensors(std::span<const std::string> paths, std
   auto report = std::make_unique<ReadReport>();
   const Purpose purpose = verify ? Purpose::deliver_verified : Purpose::deliver;
   for_each_batch(items, [&](std::span<const uint32_t> rows) {
-    ReadJob(paths, opens, items, rows, purpose, options, *report, sink, new_memory).run();
+    ReadJob(paths, opens, items, rows, purpose, options, *report, sink).run();
   });
   std::sort(report->unread.begin(), report->unread.end());
   return report;

@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "base/memory.h"
-#include "base/new_memory.h"
 #include "format/torch_record.h"
 #include "io/box.h"
 #include "io/transfer.h"
@@ -78,10 +77,10 @@ using OpenFile = std::function<std::shared_ptr<io::File>(uint32_t file)>;
 
 // Throws Error: corrupt (with the item), io, invalid, device. The items' memory is undefined then. Data for items on
 // accelerators goes to `sink`, whose copies may still run when this returns or throws. `open`: nullptr opens the paths,
-// which are for errors otherwise. `new_memory`: of items that lie in it, pages are taken before they are filled.
+// which are for errors otherwise.
 std::unique_ptr<ReadReport> read_tensors(std::span<const std::string> paths, std::span<const ReadItem> items,
                                          bool verify, const io::EngineOptions& options, DeviceSink* sink = nullptr,
-                                         const OpenFile& open = nullptr, NewMemory* new_memory = nullptr);
+                                         const OpenFile& open = nullptr);
 
 // Reads and checks whole tensors; `memory` is not used. Reports damage in `damaged` instead of throwing; also an I/O
 // error or a missing file, for each affected item. Needs only slots of memory, whatever the tensors' sizes.

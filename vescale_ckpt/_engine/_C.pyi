@@ -2,8 +2,6 @@ import builtins
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, overload
 
-import torch
-
 from .rows import Inventory, InventoryParts
 
 # Attributes are read-only.
@@ -301,24 +299,6 @@ class SafetensorsFile:
     count: int
     head_crc: int
 
-class SafetensorsLoad:
-    def __init__(
-        self,
-        file: SafetensorsFile,
-        numbers: Sequence[int],
-        verify: bool,
-        options: Options,
-        empty: Callable[[list[int], str], torch.Tensor],
-        device: int = -1,
-        stream: int = 0,
-    ) -> None: ...
-    def tensors(
-        self,
-        from_dlpack: Callable[[Any], torch.Tensor],
-        part: Callable[[torch.Tensor, int, int, list[int], str], torch.Tensor],
-    ) -> list[torch.Tensor]: ...
-    def finish(self) -> dict[str, Any]: ...
-
 class SafetensorsReads:
     @overload
     def __init__(self, verify: bool, options: Options) -> None: ...
@@ -371,6 +351,7 @@ def dequantize_float8(
     box: tuple[int, int, int, int, int, int, int], numbers: int, scales: int, dtype: str, values: int, threads: int
 ) -> None: ...
 def dequantize_mxfp4(groups: int, numbers: int, exponents: int, dtype: str, values: int, threads: int) -> None: ...
+def advise_huge_pages(address: int, bytes: int) -> None: ...
 def crc32_of_memory(address: int, bytes: int) -> int: ...
 def crc32_combine(first: int, second: int, second_bytes: int) -> int: ...
 def read_bytes(paths: Sequence[str], table: Any, options: Options) -> dict[str, int]: ...
