@@ -1,14 +1,17 @@
 // Safetensors files.
+#include <algorithm>
 #include <array>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "base/error.h"
 #include "bindings/bindings.h"
+#include "bindings/tensor_reader.h"
 #include "format/torch_record.h"
 #include "hf/dequantize.h"
 #include "hf/safetensors_file.h"
@@ -60,6 +63,14 @@ py::list tensors_of(const hf::SafetensorsFile& file) {
 const hf::SafetensorsHeader::Tensor& tensor_at(const hf::SafetensorsFile& file, size_t index) {
   if (index >= file.header.tensors().size()) throw py::index_error("no such tensor");
   return file.header.tensors()[index];
+}
+
+// (names, dtype codes, inventory, record locations), or None: the caller then goes through the headers name by name.
+py::object header_rows(const std::vector<std::shared_ptr<hf::SafetensorsFile>>& files,
+                       const std::optional<std::vector<std::vector<std::string>>>& keys) {
+  const auto rows = hf::header_rows(files, keys);
+  if (!rows) return py::none();
+  return py::make_tuple(rows->names, py::bytes(rows->dtypes), bytes_of(rows->inventory), bytes_of(rows->locations));
 }
 
 template <typename Pointer>
@@ -132,6 +143,8 @@ void bind_safetensors(py::module_& module) {
           "offset in the file, and bytes")
       .def_property_readonly("count", [](const hf::SafetensorsFile& file) { return file.header.tensors().size(); })
       .def_readonly("head_crc", &hf::SafetensorsFile::head_crc);
+
+  module.def("header_rows", &header_rows, py::arg("files"), py::arg("keys") = std::nullopt);
 
   py::class_<hf::SafetensorsReads>(module, "SafetensorsReads")
       .def(py::init<bool, const io::EngineOptions&>(), py::arg("verify"), py::arg("options"))

@@ -2,12 +2,16 @@
 
 #include <algorithm>
 #include <span>
+#include <unordered_map>
 #include <utility>
 
 #include "base/crc32.h"
 #include "base/error.h"
+#include "base/numbered_strings.h"
 #include "format/torch_record.h"
 #include "io/transfer.h"
+#include "metadata/record_locations.h"
+#include "state/inventory.h"
 
 namespace vescale_ckpt::hf {
 namespace {
@@ -64,7 +68,68 @@ std::string read_head(io::File& file) {
   return head;
 }
 
+// The tensors of a header under these names, or all; null for a name that it has not.
+std::vector<const SafetensorsHeader::Tensor*> wanted_tensors(const SafetensorsHeader& header,
+                                                             const std::vector<std::string>* names) {
+  std::vector<const SafetensorsHeader::Tensor*> wanted;
+  if (names == nullptr) {
+    for (const auto& tensor : header.tensors()) wanted.push_back(&tensor);
+    return wanted;
+  }
+  std::unordered_map<std::string_view, const SafetensorsHeader::Tensor*> known;
+  for (const auto& tensor : header.tensors()) known.emplace(tensor.name, &tensor);
+  for (const std::string& name : *names) wanted.push_back(known[name]);
+  return wanted;
+}
+
+// The shape, if torch and the tables of records can hold such a tensor.
+std::optional<std::vector<int64_t>> usable_shape(const SafetensorsHeader& header,
+                                                 const SafetensorsHeader::Tensor& tensor, uint64_t item_bytes) {
+  std::vector<int64_t> shape;
+  try {
+    shape = header.torch_shape(tensor);
+  } catch (const Error&) {
+    return std::nullopt;
+  }
+  uint64_t least = item_bytes;  // as if no dimension were empty
+  for (const int64_t size : shape) {
+    const auto length = static_cast<uint64_t>(std::max<int64_t>(size, 1));
+    if (__builtin_mul_overflow(least, length, &least) || least >= metadata::kFarthest) return std::nullopt;
+  }
+  return shape;
+}
+
 }  // namespace
+
+std::optional<HeaderRows> header_rows(std::span<const std::shared_ptr<SafetensorsFile>> files,
+                                      const std::optional<std::vector<std::vector<std::string>>>& keys) {
+  HeaderRows rows;
+  state::InventoryBuilder inventory;
+  NumberedStrings seen;
+  for (size_t number = 0; number < files.size(); ++number) {
+    const SafetensorsHeader& header = files[number]->header;
+    for (const SafetensorsHeader::Tensor* tensor : wanted_tensors(header, keys ? &keys->at(number) : nullptr)) {
+      if (tensor == nullptr || !seen.add(tensor->name).second) return std::nullopt;
+      const auto code = format::dtype_named(header.dtype(*tensor).torch);
+      if (!code) return std::nullopt;
+      const auto shape = usable_shape(header, *tensor, format::dtypes()[*code].item_bytes);
+      if (!shape || shape->size() > state::kMostDims) return std::nullopt;
+      const uint64_t bytes = tensor->end - tensor->begin;
+      inventory.add(state::whole_tensor(tensor->name, *code, 0, bytes, *shape));
+      rows.locations.insert(rows.locations.end(), {static_cast<int64_t>(number), static_cast<int64_t>(tensor->begin),
+                                                   static_cast<int64_t>(bytes), int64_t{files[number]->head_crc}});
+      rows.names.push_back(tensor->name);
+      rows.dtypes.push_back(static_cast<char>(*code));
+    }
+  }
+  for (const auto& file : files) {
+    for (const auto& [alias, name] : file->header.metadata().value_or(SafetensorsHeader::Metadata())) {
+      if (seen.find(name)) return std::nullopt;
+    }
+  }
+  rows.inventory = inventory.pack();
+  return rows;
+}
 
 std::shared_ptr<SafetensorsFile> SafetensorsFile::open(const std::string& path, const io::EngineOptions& options,
                                                        bool verify) {

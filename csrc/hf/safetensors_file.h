@@ -6,8 +6,10 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "hf/safetensors.h"
@@ -26,6 +28,19 @@ struct SafetensorsFile {
   SafetensorsHeader header;
   uint32_t head_crc = 0;  // CRC-32 of the bytes before the data: tells this file from another of its name
 };
+
+// Whole tensors of safetensors files, each in one file.
+struct HeaderRows {
+  std::vector<std::string_view> names;  // of the headers
+  std::string dtypes;                   // a code for each, one byte
+  std::vector<std::byte> inventory;
+  std::vector<int64_t> locations;  // metadata/record_locations.h
+};
+
+// The tensors `keys` of each file, in their order; nullopt: all tensors. Returns nullopt if that is not all that there
+// is: a name is there twice or not at all, metadata maps another name to it, or torch cannot hold a tensor.
+std::optional<HeaderRows> header_rows(std::span<const std::shared_ptr<SafetensorsFile>> files,
+                                      const std::optional<std::vector<std::vector<std::string>>>& keys);
 
 // Reads from many files. Headers are parsed once and kept; a file is open only while it is read from. Bytes without
 // checksums are counted as unverified. Thread-safe.

@@ -42,6 +42,7 @@ _CONFIG = "config.json"
 
 _MOST_JSON_BYTES = 100_000_000  # a larger index is refused; the format has this limit for headers
 ATTEMPTS = 5  #: a directory is read so often if exports into it commit meanwhile
+_MOST_OPEN = 64  # files whose headers are merged at once; more are read one after the other
 _OPENERS = 8  # threads that read headers: headers are small, and most of the time is latency
 
 OnError = Callable[[CheckpointError], None]
@@ -162,6 +163,8 @@ class _Reading:
         self.files = files
         for key, name in (weight_map or {}).items():
             self.keys_of.setdefault(name, []).append(key)
+        if self.on_error is None and len(files) <= _MOST_OPEN and (tables := self._of_whole_tensors(weight_map)):
+            return tables
         aliases: dict[str, tuple[str, str]] = {}  # {other name: (stored name, file that says so)}
         with ThreadPoolExecutor(_OPENERS, thread_name_prefix="vescale_ckpt") as pool:
             headers = [pool.submit(self._header, name) for name in files]
@@ -179,6 +182,22 @@ class _Reading:
                     self.on_error(error)
         kept = {alias: key for alias, (key, _) in aliases.items() if alias not in self.stored and key in self.stored}
         return self._packed(kept)
+
+    def _of_whole_tensors(self, weight_map: Mapping[str, str] | None) -> HeaderTables | None:
+        """Returns the contents without Python code for each tensor, if each is whole under one name, as in most models.
+        None: the headers have to be read name by name, also to name what is wrong."""
+        with ThreadPoolExecutor(_OPENERS, thread_name_prefix="vescale_ckpt") as pool:
+            files = list(pool.map(self._open, self.files))
+        texts = [file.metadata() or {} for file in files]
+        if any(header_texts.SHARDING_INFO in of or of.get(header_texts.TIED_NAMES, "{}") != "{}" for of in texts):
+            return None
+        keys = None if weight_map is None else [self.keys_of[name] for name in self.files]
+        found = _C.header_rows(files, keys)
+        if found is None:
+            return None
+        names, codes, inventory, locations = found
+        quantization = self._quantization(dict(zip(names, codes, strict=True)))
+        return HeaderTables(self.root, inventory, locations, self.files, {}, quantization)
 
     def _open(self, name: str) -> _C.SafetensorsFile:
         path = os.path.join(self.root, name)
