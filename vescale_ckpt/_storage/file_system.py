@@ -23,6 +23,7 @@ from .storage import BEGINNING_BYTES, LOCK_NAME, CheckBeginning, Lease, Stat, St
 logger = logging.getLogger(__name__)
 
 _STALE_ATTEMPTS = 3  # other machines may keep replacing a file
+_MOST_NAMES = 10_000  # this many directories are remembered as durable
 _SET_ASIDE = ".deleting"
 # These errors mean that there is no such file, or nothing that could be a file of a checkpoint.
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -119,9 +120,14 @@ class FileSystem(Storage):
                         os.rmdir(level)
                 raise
 
-    def make_durable(self) -> None:
-        """Makes the directory's own name durable, in case its maker did not."""
-        _sync_name(self.path)
+    def make_durable(self, holds_one: bool) -> None:
+        """Makes the directory's own name durable, in case its maker did not. `holds_one`: whether the directory holds a
+        checkpoint; then it is synced only once in a process."""
+        # Another process may have removed and remade a directory without a checkpoint. On many file systems the new one
+        # has the same inode number.
+        status = os.stat(self.path)
+        if not holds_one or (self.path, status.st_dev, status.st_ino) not in _durable_names:
+            _sync_name(self.path)
 
     def sync(self, name: str = "") -> None:
         if name:
@@ -141,7 +147,7 @@ class FileSystem(Storage):
         return _C.PendingFile(self.path, name)
 
     def commit(self, name: str, content: bytes | _C.PendingFile, overwrite: bool) -> None:
-        self.make_durable()
+        self.make_durable(holds_one=self.has(name))
         with contextlib.nullcontext() if overwrite else as_existing(self._at(name)):
             if isinstance(content, bytes):
                 _C.commit_file(self.path, name, content, overwrite)
@@ -276,6 +282,9 @@ def _check_no_hole(descriptor: int, size: int, path: str) -> None:
         )
 
 
+_durable_names: set[tuple[str, int, int]] = set()  # path, device and inode of each synced directory
+
+
 def _sync_name(directory: str) -> None:
     """Syncs the directory above this one. If this process may not open that, syncs this one: most file systems then
     write the name of a new directory, too."""
@@ -285,3 +294,7 @@ def _sync_name(directory: str) -> None:
         if error.errno not in (errno.EACCES, errno.EPERM):
             raise
         _C.sync_directory(directory)
+    if len(_durable_names) >= _MOST_NAMES:
+        _durable_names.clear()
+    status = os.stat(directory)
+    _durable_names.add((directory, status.st_dev, status.st_ino))

@@ -157,7 +157,7 @@ class PendingFolder(Pending):
         """Makes the folder. One rank calls it."""
         self.storage.make()
         with named_system_errors(self.directory):
-            self.storage.make_durable()
+            self.storage.make_durable(holds_one=False)
             found = self._orphans()
             orphans.remove(Orphan([path], path, orphans.NEVER, are_folders=True) for path in found)
             self.begin(self._make)

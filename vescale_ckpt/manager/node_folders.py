@@ -180,7 +180,7 @@ class NodeFolders(Folders):
         files: dict[str, bytes] | None = options["extra_files"]
         if files is None and self.proves:
             files = {}
-        self._nodes.load(step, state, exchange, self._ranks, {**options, "extra_files": files})
+        self._nodes.load(step, state, exchange, self._ranks, **{**options, "extra_files": files})
         content = b"" if files is None else remove_fingerprint(files)
         if self.proves:  # no rank sees the files of all nodes, to locate what differs
             stored = Fingerprint.from_bytes(content, step.path)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,7 +30,7 @@ from .._engine.engine_errors import named_system_errors
 from .._load.source import Source
 from .._ranks.exchange import Exchange
 from .._ranks.message import pack, unpack
-from .._state.key_selection import Selection
+from .._state.key_selection import Rename, Selection
 from .._storage.open_storage import storage_at
 from .._storage.paths import check_relative
 from ..errors import CheckpointError, CorruptCheckpointError, some
@@ -268,21 +268,25 @@ class NodeTier:
         state: MutableMapping[str, Any],
         exchange: Exchange,
         ranks: Ranks,
-        options: Mapping[str, Any],
+        *,
+        strict: bool,
+        keys: str | Iterable[str] | None,
+        rename: Rename | None,
+        weights_only: bool,
+        extra_files: dict[str, bytes] | None,
     ) -> LoadReport:
         """Loads a step from the nodes, and brings the files that a node lacks. Another copy takes the place of what is
-        damaged. `options` are those of `vescale_ckpt.load`."""
+        damaged. The other arguments are those of `vescale_ckpt.load`."""
         assert step.files is not None
         phase = f"loading {step.path}"
         exchange.together(partial(self._install, step, exchange.rank), phase)
         while True:
-            source = Source(step.path, ReadOptions(weights_only=options["weights_only"]))
+            source = Source(step.path, ReadOptions(weights_only=weights_only))
             try:
                 loading = CollectiveLoad(
-                    source, Selection(options["keys"]), options["strict"], "auto", ranks.process_group, ranks.timeout,
-                    options["extra_files"], step.files,
-                )  # fmt: skip
-                return loading.into(state, options["rename"])
+                    source, Selection(keys), strict, "auto", ranks.process_group, ranks.timeout, extra_files, step.files
+                )
+                return loading.into(state, rename)
             except CorruptCheckpointError:
                 if not step.files.check_own(exchange, phase, step.path):
                     raise

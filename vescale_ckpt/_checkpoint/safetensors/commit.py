@@ -100,7 +100,7 @@ def holds_model(directory: str, when: str = "") -> CheckpointError:
 def _commit(files: Pending, index: IndexOf, before: _Before, overwrite: bool) -> list[str]:
     storage = storage_at(files.directory)
     if len(files.paths) == 1:
-        files.storage.make_durable()
+        files.storage.make_durable(holds_one=before.has_model)
         files.give_names([SINGLE_NAME], overwrite)
         files.committed()
         storage.sync()
