@@ -1,6 +1,5 @@
 // Snapshots: the copies in memory that asynchronous saves are written from. Accelerators: which there are.
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -21,8 +20,9 @@ class HeldSnapshot {
     const Table table(buffer), devices(device_buffer);
     const py::gil_scoped_release release;
     stage::SnapshotDevices of_devices{devices.values(), stage_producers(producers), nullptr};
-    const std::vector<stage::Producer>& used = of_devices.producers;
-    if (!used.empty()) of_devices.pipelines = &stage::cuda_pipelines(used.front().device);
+    std::vector<int> used;
+    for (const stage::Producer& producer : of_devices.producers) used.push_back(producer.device);
+    if (!used.empty()) of_devices.pipelines = &stage::cuda_pipelines(used);
     snapshot_ =
         std::make_shared<stage::Snapshot>(table.values(), budget_bytes, threads, stage::snapshot_arena(), of_devices);
   }
@@ -118,16 +118,11 @@ void bind_stage(py::module_& module) {
   module.def(
       "prepare_devices",
       [](const std::vector<int>& devices) {
-        if (!devices.empty()) stage::cuda_pipelines(devices.front()).prepare(devices);
+        if (!devices.empty()) stage::cuda_pipelines(devices).prepare(devices);
       },
       py::arg("devices"),
       "makes what snapshots need on these CUDA devices, and lets their memory be locked in the background, for all "
-      "devices",
-      py::call_guard<py::gil_scoped_release>());
-  module.def(
-      "prefer_memory_node",
-      [](int node) { stage::snapshot_arena().prefer_node(node < 0 ? std::nullopt : std::optional(node)); },
-      py::arg("node"), "lets memory of snapshots lie there from now on; -1: anywhere",
+      "devices, and lie near these",
       py::call_guard<py::gil_scoped_release>());
   module.def("trim_snapshots", [] { stage::snapshot_arena().trim(); }, py::call_guard<py::gil_scoped_release>());
   module.def("snapshot_memory", &memory_dict);

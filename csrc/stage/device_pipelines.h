@@ -9,6 +9,7 @@
 #include <optional>
 #include <set>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "device/pipeline.h"
@@ -77,8 +78,13 @@ class DevicePipelines {
 // outlive the arena.
 MemoryRegistrar page_locking(device::Accelerator& accelerator);
 
-// Returns CUDA's pipelines, made at the first call, which also makes the process's arena lock its memory, by `device`.
+// Returns the memory node that is nearest to all accelerators of these addresses ("0000:3b:00.0"); nullopt if they
+// differ, if the system does not know it, and on machines with one node.
+std::optional<int> nearest_node(std::span<const std::string> pci_addresses, const std::string& sysfs = "/sys");
+
+// Returns CUDA's pipelines, made at the first call, which also makes the process's arena lock its memory. `devices`:
+// the devices that will be used, at least one; if all are nearest to one memory node, the arena takes memory there.
 // Throws Error(invalid) with the reason if there is no CUDA.
-DevicePipelines& cuda_pipelines(int device);
+DevicePipelines& cuda_pipelines(std::span<const int> devices);
 
 }  // namespace vescale_ckpt::stage

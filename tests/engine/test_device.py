@@ -16,7 +16,6 @@ from harness.fake_cuda import (
     fake_cuda,
     load_runtime,
     needs_fake_cuda,
-    properties_of,
 )
 from harness.ranks import forked
 from harness.states import assert_same, numbers
@@ -54,27 +53,6 @@ def test_nothing_is_copied_by_cuda_where_torch_is_built_for_rocm(monkeypatch: py
     monkeypatch.setattr(torch.version, "hip", "6.3")
     monkeypatch.setattr(_C, "copies_from_cuda", lambda *_: True)
     assert not device_streams.copies_from_cuda()
-
-
-@pytest.mark.parametrize(
-    ("used", "nodes"),
-    [([[0], [1, 0], [0], [2]], [1, 1, -1]), ([[2]], [0]), ([[3], [0]], [-1, -1]), ([[4, 0]], [-1])],
-)
-def test_snapshots_lie_near_all_devices_in_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used: list[list[int]], nodes: list[int]
-) -> None:
-    for device, node in enumerate(["1", "1", "0", "-1"]):  # of the last one the system does not know it
-        (tmp_path / f"0000:{device:02x}:00.0").mkdir()
-        (tmp_path / f"0000:{device:02x}:00.0" / "numa_node").write_text(f"{node}\n")
-    monkeypatch.setattr(device_streams, "_PCI_DEVICES", tmp_path)
-    monkeypatch.setattr(device_streams, "_copied_from", set())
-    monkeypatch.setattr(torch.cuda, "get_device_properties", properties_of)
-    monkeypatch.setattr(_C, "prepare_devices", lambda devices: None)
-    preferred: list[int] = []
-    monkeypatch.setattr(_C, "prefer_memory_node", preferred.append)
-    for devices in used:
-        device_streams.prepare_devices(devices)
-    assert preferred == nodes
 
 
 # --- What a device refuses

@@ -110,7 +110,6 @@ def fake_cuda() -> Iterator[FakeCuda]:
         patch.setattr(tensor_table, "PLAIN_TYPES", ())  # so all are read in Python
         patch.setattr(tensor_table, "tensor_row", row_on_device)
         patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=fake.streams[device]))
-        patch.setattr(torch.cuda, "get_device_properties", properties_of)
         patch.setattr(device_streams, "current_streams", lambda: {i: torch.cuda.current_stream(i) for i in (0, 1)})
         patch.setattr(
             record_reader, "is_host_memory", lambda tensor: tensor.numel() <= LEAST and is_host_memory(tensor)
@@ -120,11 +119,6 @@ def fake_cuda() -> Iterator[FakeCuda]:
         yield fake
         assert fake.count("calls without a device") == fake.count("calls on another device") == 0
         assert fake.last_error() == 0, "the framework would find our error"
-
-
-def properties_of(device: int) -> SimpleNamespace:
-    """Where a device is on the bus, as torch tells it."""
-    return SimpleNamespace(pci_domain_id=0, pci_bus_id=device, pci_device_id=0)
 
 
 def copies_from_cuda() -> bool:

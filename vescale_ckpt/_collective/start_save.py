@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from .. import settings
 from .._engine import _C
-from .._engine.device_streams import prepare_devices
 from .._engine.engine_errors import named_errors
 from .._engine.gc import gc_paused
 from .._engine.options import threads_of
@@ -120,5 +119,5 @@ def prepare_save(
             needed = sum(words(local.body_bytes()))
             devices = [number for number in map(device_number, set(local.state.ready)) if number >= 0]
             with named_errors(str, ""):
-                prepare_devices(devices)
+                _C.prepare_devices(devices)
                 _C.prepare_snapshots(min(needed, snapshot_budget.snapshot_bytes()), threads_of())

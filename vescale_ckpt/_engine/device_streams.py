@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +15,6 @@ from .rows import NO_LIMIT
 
 #: The streams of the training thread: on each CUDA device, by its number, or on each device of another kind.
 Streams = Mapping[Any, Any]
-
-_PCI_DEVICES = Path("/sys/bus/pci/devices")
-_copied_from: set[int] = set()  # CUDA devices that snapshots have come from
 
 
 def copies_from_cuda() -> bool:
@@ -56,9 +52,7 @@ def new_snapshot(table: Any, devices: Any, budget: int, threads: int) -> _C.Snap
 
     The copies run after the work that the current streams of the devices have queued when the copies start.
     """
-    streams = producers(devices, torch.cuda.current_stream)
-    _take_memory_near(device for device, _ in streams)
-    return _C.Snapshot(table, budget, threads, devices, streams)
+    return _C.Snapshot(table, budget, threads, devices, producers(devices, torch.cuda.current_stream))
 
 
 def filled_snapshot(table: Any, devices: Any, threads: int) -> _C.Snapshot:
@@ -68,31 +62,6 @@ def filled_snapshot(table: Any, devices: Any, threads: int) -> _C.Snapshot:
         raise CheckpointError(f"the system has no memory to copy {snapshot.bytes:,} bytes from a device to")
     snapshot.copy()
     return snapshot
-
-
-def prepare_devices(devices: Sequence[int]) -> None:
-    """Makes what snapshots of these CUDA devices need."""
-    _take_memory_near(devices)
-    _C.prepare_devices(devices)
-
-
-def _take_memory_near(devices: Iterable[int]) -> None:
-    """Lets the memory of snapshots lie on the node that is nearest to all devices that they have come from so far."""
-    fresh = set(devices) - _copied_from
-    if fresh:
-        _copied_from.update(fresh)
-        nodes = set(map(_nearest_node, _copied_from))
-        _C.prefer_memory_node(nodes.pop() if len(nodes) == 1 else -1)
-
-
-def _nearest_node(device: int) -> int:
-    """The memory node that is nearest to a CUDA device; -1 if the system does not know it."""
-    at: Any = torch.cuda.get_device_properties(device)
-    address = f"{at.pci_domain_id:04x}:{at.pci_bus_id:02x}:{at.pci_device_id:02x}.0"
-    try:
-        return int((_PCI_DEVICES / address / "numa_node").read_text())
-    except (OSError, ValueError):
-        return -1
 
 
 @contextmanager
