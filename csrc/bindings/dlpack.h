@@ -11,9 +11,6 @@ constexpr uint32_t kMajorVersion = 1;
 constexpr const char* kApiAttribute = "__dlpack_c_exchange_api__";
 constexpr const char* kApiCapsule = "dlpack_exchange_api";
 
-// Types of devices.
-constexpr int32_t kCpu = 1, kCuda = 2;
-
 enum TypeCode : uint8_t {
   kInt = 0,
   kUInt = 1,

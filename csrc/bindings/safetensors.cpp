@@ -1,11 +1,8 @@
 // Safetensors files.
-#include <algorithm>
 #include <array>
 #include <memory>
 #include <optional>
-#include <span>
 #include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 

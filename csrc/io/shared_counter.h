@@ -18,7 +18,7 @@ class SharedCounter {
   // In four bytes of the memory, at a multiple of four. The memory must outlive it. Throws Error (invalid).
   SharedCounter(std::span<std::byte> memory, uint64_t offset)
       : word_(reinterpret_cast<uint32_t*>(memory.data() + offset)) {
-    if (offset % sizeof *word_ != 0 || offset > memory.size() - sizeof *word_) {
+    if (offset % sizeof *word_ != 0 || memory.size() < sizeof *word_ || offset > memory.size() - sizeof *word_) {
       throw Error::invalid("a counter is not within its memory");
     }
   }

@@ -86,15 +86,16 @@ Needs needs_of(std::span<const RankReads> ranks, std::span<const uint32_t> membe
 std::vector<std::vector<int64_t>> split_reads(std::span<const int64_t> reads, std::span<const std::string> files,
                                               uint32_t parts, uint64_t range_bytes) {
   if (parts == 0 || range_bytes == 0) throw Error::invalid("reads are split into one part or more");
-  std::vector<uint64_t> first;  // number of each file's first range, from its name: ranks number files differently
-  for (const std::string& name : files) first.push_back(crc32(0, name.data(), name.size()));
+  std::vector<uint32_t> names;  // hashed: ranks number files differently
+  for (const std::string& name : files) names.push_back(crc32(0, name.data(), name.size()));
   std::vector<std::vector<int64_t>> result(parts);
   for (size_t at = 0; at < reads.size();) {
     const Need need{0, 0, read_row_at(reads, at, 0)};
     const auto file = static_cast<uint64_t>(need.row[1]);
-    if (file >= first.size() || need.record_offset() < 0) throw Error::invalid("a rank's reads are malformed");
-    const uint64_t number = first[file] + static_cast<uint64_t>(need.record_offset()) / range_bytes;
-    state::append(result[number % parts], need.row);
+    if (file >= names.size() || need.record_offset() < 0) throw Error::invalid("a rank's reads are malformed");
+    // Hashed, too: records of one size may begin at every n-th range.
+    const uint64_t range = static_cast<uint64_t>(need.record_offset()) / range_bytes;
+    state::append(result[crc32(names[file], &range, sizeof range) % parts], need.row);
     at += need.row.size();
   }
   return result;

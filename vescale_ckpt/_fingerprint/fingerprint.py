@@ -24,6 +24,7 @@ FILE = "fingerprint.json"  #: the extra file of a checkpoint that holds its fing
 KEY = EXTRA_FILES + FILE  #: its key among the checkpoint's objects
 OTHER_VALUES = "other values"  #: what differs in tensors of one dtype and shape
 _OF_RANK = re.compile(r"(.+)\.rank_\d+_of_(\d+)", re.DOTALL)  # a key of `PerRank`: name, and number of ranks
+_DIGITS = re.compile("[0-9a-f]{32}")
 _BEGIN = re.compile(rb'\{"fingerprint":\d+,"tensors":')  # of the text, in every version
 _VERSION = 1  # of the text, and of how values are computed
 _Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset and size of a chunk in its tensor
@@ -123,7 +124,7 @@ class Fingerprint:
             if found["fingerprint"] != _VERSION:
                 raise ValueError(f"version {found['fingerprint']!r}")
             tensors = {key: _tensor_value(*of) for key, of in found["tensors"].items()}
-            objects = {key: bytes.fromhex(of).hex() for key, of in found["objects"].items()}
+            objects = {key: _of_digits(of).hex() for key, of in found["objects"].items()}
         except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
             raise CorruptCheckpointError(
                 f"{path}: its fingerprint is not readable: {error}", key=None, file=path
@@ -188,4 +189,10 @@ def _is_trained(of: TensorValue) -> bool:
 
 
 def _tensor_value(dtype: str, shape: list[int], value: str) -> TensorValue:
-    return TensorValue(str(dtype), tuple(map(int, shape)), int.from_bytes(bytes.fromhex(value), "big"))
+    return TensorValue(str(dtype), tuple(map(int, shape)), int.from_bytes(_of_digits(value), "big"))
+
+
+def _of_digits(digits: str) -> bytes:
+    if _DIGITS.fullmatch(digits) is None:
+        raise ValueError(f"{digits!r:.40} are not 32 hexadecimal digits")
+    return bytes.fromhex(digits)
