@@ -7,14 +7,13 @@ DCP stores one value per key. So a `PerRank` under the key `data` is saved under
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch.distributed as dist
 
-from .._engine.tensor_checks import holds_any
 from .._engine.torch_types import Stateful
 from ..errors import IncompatibleStateError
 
@@ -81,7 +80,7 @@ def is_name_part(text: str) -> bool:
 
 def unwrap_per_rank(flat: dict[str, Any], paths: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Replaces each `PerRank` in a flattened state to save by this rank's value under this rank's name."""
-    if not holds_any(flat, (PerRank,)):
+    if not _any_in(flat):
         return flat, paths
     part = name_part(*this_rank())
     state: dict[str, Any] = {}
@@ -106,7 +105,7 @@ class Restoring:
     def unwrap(self, flat: dict[str, Any], stored: Callable[[], Iterable[str]]) -> dict[str, Any]:
         """Replaces each `PerRank` in a flattened state to load by the keys from which it is loaded. `stored` returns
         the checkpoint's keys."""
-        if not holds_any(flat, (PerRank,)):
+        if not _any_in(flat):
             return flat
         keys = set(stored())
         rank, size = this_rank()
@@ -153,6 +152,35 @@ class _Collected:
         else:
             assert self.target.reshard is not None
             self.target.restore(self.target.reshard(objects, *self.reshard_for))
+
+
+def _any_in(flat: dict[str, Any]) -> bool:
+    """Whether one of the values is a `PerRank`. Raises for one inside a tuple or a set: DCP saves such a container as
+    one object of one rank."""
+    kinds = set(map(type, flat.values()))
+    if any(map(_is_container, kinds)):
+        for key, value in flat.items():
+            if _is_container(type(value)) and _hides_one(value, set()):
+                raise ValueError(
+                    f"{key}: a PerRank is part of a value that is saved as one object ({type(value).__name__}). "
+                    "Put it in dictionaries and lists only"
+                )
+    return any(issubclass(kind, PerRank) for kind in kinds)
+
+
+def _is_container(kind: type) -> bool:
+    return issubclass(kind, (tuple, list, set, frozenset, Mapping))
+
+
+def _hides_one(container: Any, seen: set[int]) -> bool:
+    seen.add(id(container))  # it may contain itself
+    values = container.values() if isinstance(container, Mapping) else container
+    kinds = set(map(type, values))
+    if any(issubclass(kind, PerRank) for kind in kinds):
+        return True
+    if not any(map(_is_container, kinds)):
+        return False
+    return any(_is_container(type(value)) and id(value) not in seen and _hides_one(value, seen) for value in values)
 
 
 def _ranks_that_saved(key: str, keys: set[str]) -> int:

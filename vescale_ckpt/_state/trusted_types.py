@@ -27,7 +27,6 @@ from typing import Any
 import torch
 
 from .._engine import _C, torch_private
-from .per_rank import PerRank
 
 _ARRAYS = ("numpy.core.multiarray", "numpy._core.multiarray")
 _KINDS_OF_ARRAYS = "biufcSUMm"  # objects and fields are refused, because they may contain anything
@@ -80,8 +79,7 @@ _LISTS = (list, collections.deque)
 
 
 class Recorder:
-    """Pickles for torch.save, and records the used classes and functions that loads would refuse. Raises for a
-    `PerRank`: one inside a value that is saved as one object would be saved of one rank only."""
+    """Pickles for torch.save, and records the used classes and functions that loads would refuse."""
 
     __name__ = "pickle"  # torch.save reads this attribute of the pickle module
 
@@ -97,10 +95,6 @@ class Recorder:
         self.Pickler = Pickler
 
     def _see(self, value: Any) -> None:
-        if isinstance(value, PerRank):
-            raise ValueError(
-                "a PerRank is part of a value that is saved as one object. Put it in dictionaries and lists only"
-            )
         if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
             name = (getattr(value, "__module__", None), value.__qualname__)
             if not (name in _BY_NAME or name in _NUMPY or _is_torch_s(value, *name)):
