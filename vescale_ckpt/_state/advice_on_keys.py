@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import accumulate, islice
 
@@ -49,12 +48,20 @@ def _prefixes(key: str) -> list[str]:
 def _not_saved(missing: Iterable[str], renamable: Iterable[str], stored: Container[str]) -> str:
     """Advice for values that were saved with none of their keys, under no name. `stored`: prefixes of stored keys."""
     elsewhere = {prefix for key in renamable for prefix in _prefixes(key)}
-    below = Counter(next(name for name in _prefixes(key) if name not in stored) for key in missing)
-    lacking = [name for name, count in below.items() if count > 1 and name not in elsewhere]
-    if not lacking:
+    below: dict[str, list[str]] = {}
+    for key in missing:
+        below.setdefault(next(name for name in _prefixes(key) if name not in stored), []).append(key)
+    lacks = {
+        name: "no optimizer" if any(".param_groups." in key for key in keys) else "nothing"
+        for name, keys in below.items()
+        if len(keys) > 1 and name not in elsewhere
+    }
+    if not lacks:
         return ""
-    names, keys = ", ".join(map(repr, lacking)), [f"!{name}" for name in lacking]
-    return f"the checkpoint was saved without {names}: save it, too, or load all else, with keys={keys}"
+    names = [f"!{name}" for name in lacks]
+    keys = f"keys={names if len(names) > 1 else names[0]!r}"
+    what = ", ".join(f"{kind} under {name!r}" for name, kind in lacks.items())
+    return f"the checkpoint has {what}, it was saved without: save it, too, or load all else, with {keys}"
 
 
 def _suggest_rename(
