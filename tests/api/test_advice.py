@@ -101,6 +101,8 @@ def test_advice_leaves_what_is_found(tmp_path: Path) -> None:
     vescale_ckpt.save(tmp_path / "saved", {"net": {"a": torch.ones(2)}, "step": 7})
     target = {"a": torch.zeros(2), "step": 0}
     assert _advised(tmp_path / "saved", target) == {"a": "net.a"}
+    with pytest.raises(MissingKeysError, match=r"1 of the missing keys .* rename= does not give that name, as 'net.a'"):
+        vescale_ckpt.load(tmp_path / "saved", target, rename={"a": "a"})
 
 
 def _advised(path: Path, target: dict[str, Any]) -> Any:
@@ -162,7 +164,7 @@ def test_a_checkpoint_without_an_optimizer(tmp_path: Path) -> None:
     ("saved", "given", "text"),
     [
         *((PerRank(1), given, "of each rank under 'x': wrap it in PerRank") for given in (0, {"a": 0}, [0], None)),
-        *((each, PerRank(0), "1 key missing .*'x.rank_0_of_1'") for each in (1, {"a": 1}, torch.ones(2))),
+        *((each, PerRank(0), "one value of all ranks under 'x': load it") for each in (1, {"a": 1}, torch.ones(2))),
         (torch.ones(2), 0, "an object of type int, .* a tensor of shape .2,. and dtype torch.float32"),
         (1, torch.ones(()), "x: the state .* has a tensor, .* an object that is no tensor, as a number"),
     ],

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate, islice
 
 from .key_selection import rename_function
 
+_MOST_PREFIXES = 4  # a longer mapping is not worth reading
 _NAMED_STATE = re.compile(r"\bstate\..+\.")  # of an optimizer; it is found by numbers where it is stored by numbers
 _OF_RANK = re.compile(r"(.+)\.rank_\d+_of_\d+")  # `PerRank` names the values of ranks so
 
@@ -20,23 +22,26 @@ def advice_for_missing(missing: Sequence[str], unexpected: Sequence[str], found:
     """
     keys = {*unexpected, *found}
     stored = {prefix for key in keys for prefix in _prefixes(key)}
-    of_ranks = {match[1] for match in map(_OF_RANK.fullmatch, keys) if match}
-    whole = [key for key in missing if not _OF_RANK.fullmatch(key)]
-    forgotten = dict.fromkeys(prefix for key in whole for prefix in _prefixes(key) if prefix in of_ranks)
+    of_ranks, wanted_of_ranks = (
+        {match[1] for match in map(_OF_RANK.fullmatch, each) if match} for each in (keys, missing)
+    )
+    asked = dict.fromkeys(prefix for key in missing for prefix in _prefixes(key))
+    forgotten = [key for key in asked if key in of_ranks and key not in wanted_of_ranks]
+    needless = [key for key in asked if key in wanted_of_ranks and key in stored and key not in of_ranks]
     texts = [
         f"the checkpoint has a value of each rank under {key!r}: wrap it in PerRank, as in the save"
         for key in forgotten
     ]
+    texts += [f"the checkpoint has one value of all ranks under {key!r}: load it without PerRank" for key in needless]
+    explained = {*forgotten, *needless}
     # A key below a stored value, or above some, is one of another structure, not of another name.
     other = [
         key
-        for key in whole
-        if key not in stored and not any(name in keys or name in forgotten for name in _prefixes(key))
+        for key in missing
+        if key not in stored and not any(name in keys or name in explained for name in _prefixes(key))
     ]
-    rename, hits = _suggest_rename(other, unexpected, found)
-    if hits and not renamed:
-        texts.append(f"{len(hits)} of the missing keys are stored under another name: rename={rename} finds them")
-    texts.append(_not_saved([key for key in other if key not in hits], hits, stored))
+    renaming, renamable = _other_names(other, unexpected, found, renamed)
+    texts += [renaming, _not_saved([key for key in other if key not in {*renamable}], renamable, stored)]
     return "; ".join(filter(None, texts))
 
 
@@ -64,26 +69,41 @@ def _not_saved(missing: Iterable[str], renamable: Iterable[str], stored: Contain
     return f"the checkpoint has {what}, it was saved without: save it, too, or load all else, with {keys}"
 
 
-def _suggest_rename(
-    missing: Sequence[str], unexpected: Sequence[str], found: Sequence[str]
+def _other_names(
+    missing: Sequence[str], unexpected: Sequence[str], found: Sequence[str], renamed: bool
+) -> tuple[str, Collection[str]]:
+    """Advice for keys that are stored under other names, and these keys. What it proposes was tried: it finds as many
+    keys as the text says, and those in `found` keep their names."""
+    prefixes, hits = suggest_rename(missing, unexpected, found)
+    if not hits:
+        return "", hits
+    if renamed:
+        how = f"rename= does not give that name, as {unexpected[0]!r}"
+        return f"{len(hits)} of the missing keys are stored under another name, and {how}", hits
+    return f"{len(hits)} of the missing keys are stored under another name: rename={prefixes} finds them", hits
+
+
+def suggest_rename(
+    missing: Sequence[str], unexpected: Sequence[str], found: Sequence[str] = ()
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Returns the prefixes to rename, at most one for each first name of the missing keys, and {missing key: unexpected
-    key} for what they find: at least half of the missing keys with that first name. Keys in `found` keep their
-    names."""
+    """Returns the prefixes to rename that find most of the missing keys among the unexpected ones, and
+    {missing key: unexpected key} for what they find. Each prefix finds at least half of the keys below it. Keys in
+    `found` keep their names."""
     kept = {"", *(prefix for key in found for prefix in _prefixes(key))} if found else set()
-    of_first_name: dict[str, list[str]] = {}
-    for key in missing:
-        of_first_name.setdefault(key.partition(".")[0], []).append(key)
     rename: dict[str, str] = {}
     all_hits: dict[str, str] = {}
-    for keys in of_first_name.values():
-        free = {*unexpected}.difference(all_hits.values())
-        ends = {keys[0], keys[-1]}  # an optimizer has its state first and its groups last
-        found_by = {pair: _hits(pair, keys, free) for key in ends for pair in _prefix_pairs(key, free, kept)}
-        pair = max(found_by, key=lambda pair: (len(found_by[pair]), _likeness(*pair), pair), default=None)
-        if pair is not None and 2 * len(found_by[pair]) >= len(keys):
-            rename.update([pair])
-            all_hits |= found_by[pair]
+    left, free = [*missing], {*unexpected}
+    while left and len(rename) < _MOST_PREFIXES:
+        of_each_name = {key.partition(".")[0]: key for key in left}.values()
+        pairs = {pair for key in [*left[:3], *islice(of_each_name, 8)] for pair in _prefix_pairs(key, free, kept)}
+        best = max(sorted(pairs), key=partial(_merit, missing=left, stored=free), default=None)
+        if best is None or not _merit(best, left, free)[0]:
+            break
+        rename.update([best])
+        hits = _hits(rename_function(rename), left, free)
+        left = [key for key in left if key not in hits]
+        free.difference_update(hits.values())
+        all_hits |= hits
     return rename, all_hits
 
 
@@ -101,13 +121,15 @@ def _prefix_pairs(key: str, stored: Iterable[str], kept: Container[str]) -> Iter
             return
 
 
-def _likeness(old: str, new: str) -> tuple[int, int]:
-    """How alike two prefixes are."""
-    return len({*old.split(".")} & {*new.split(".")}), -len(new)
+def _merit(pair: tuple[str, str], missing: Sequence[str], stored: Container[str]) -> tuple[int, int, int]:
+    """How many keys a prefix finds, 0 if less than half of those below it; then how alike both sides are."""
+    old, new = pair
+    below = [key for key in missing if not old or key == old or key.startswith(f"{old}.")]
+    hits = len(_hits(rename_function(dict([pair])), below, stored))
+    return hits if 2 * hits >= len(below) else 0, len({*old.split(".")} & {*new.split(".")}), -len(new)
 
 
-def _hits(pair: tuple[str, str], missing: Iterable[str], stored: Container[str]) -> dict[str, str]:
-    """Returns {missing key: stored key} for the keys that a load which renames a prefix finds."""
-    of = rename_function(dict([pair]))
+def _hits(of: Callable[[str], str], missing: Iterable[str], stored: Container[str]) -> dict[str, str]:
+    """Returns {missing key: stored key} for the keys that a load with `rename=of` finds."""
     names = {key: of(key) for key in missing}
     return {key: name for key, name in names.items() if name in stored or _NAMED_STATE.sub("state.0.", name) in stored}
