@@ -230,7 +230,14 @@ def test_a_checkpoint_without_a_fingerprint_or_with_a_damaged_one_is_refused(tmp
     vescale_ckpt.save(tmp_path / "b", state, extra_files={"fingerprint.json": b'{"fingerprint":99,"tensors":{}}'})
     with pytest.raises(CorruptCheckpointError, match="version 99"):
         vescale_ckpt.prove(tmp_path / "b", state)
-    for of_w in ('["float32",[1e999],"0"]', '["float32",[3],"-5"]', '["float32",[3],"0_0"]', '["float32",[3],""]', '"w"', "{}"):
+    for of_w in (
+        '["float32",[1e999],"0"]',
+        '["float32",[3],"-5"]',
+        '["float32",[3],"0_0"]',
+        '["float32",[3],""]',
+        '"w"',
+        "{}",
+    ):
         content = f'{{"fingerprint":1,"tensors":{{"w":{of_w}}},"objects":{{}}}}'.encode()
         with pytest.raises(CorruptCheckpointError, match="not readable"):
             Fingerprint.from_bytes(content, "b")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,10 @@ from harness.fault_proxy import Rule
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager, Tier
+from vescale_ckpt._checkpoint.native import step_order
 from vescale_ckpt._checkpoint.native.extra_copies import ExtraFiles
+from vescale_ckpt._storage import object_clients
+from vescale_ckpt._storage.open_storage import storage_at
 from vescale_ckpt.manager import step_directories
 from vescale_ckpt.manager import tier as tiers
 from vescale_ckpt.manager.clean_up import clean_up
@@ -182,6 +187,35 @@ def test_orphans_of_a_folder_into_which_another_process_saves_now_stay(
 @pytest.fixture
 def local(tmp_path: Path) -> Path:
     return tmp_path / "fast"
+
+
+def test_a_save_at_the_end_of_the_interpreter_asks_about_steps_without_threads() -> None:
+    script = """
+import atexit, torch
+from vescale_ckpt import CheckpointManager
+manager = CheckpointManager("memory://bucket/run", async_checkpoint=False)
+for step in (1, 2):
+    manager.save(step, {"a": torch.ones(2)})
+later = CheckpointManager("memory://bucket/run", async_checkpoint=False)
+atexit.register(lambda: (later.save(3, {"a": torch.ones(2)}), print(later.steps())))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "[1, 2, 3]\n"
+
+
+def test_questions_about_steps_keep_the_callers_limit_of_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    root, limits = "memory://bucket/limits", []
+    storage_at(root + "/step-1").write(".metadata", b"x")
+    asked = step_order.has_metadata
+
+    def note(path: str, rank: int | None) -> bool:
+        limits.append(object_clients._patience())
+        return asked(path, rank)
+
+    monkeypatch.setattr(step_order, "has_metadata", note)
+    with storage_at(root).limit_wait(4):
+        assert step_order.complete_steps(root) == [1]
+    assert limits == [4]
 
 
 def test_steps_are_uploaded_and_restored_from_where_they_are(url: str, local: Path) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 Prepared = TypeVar("Prepared")
@@ -41,15 +41,16 @@ def overlap(prepared: Iterator[Prepared], work: Callable[[Prepared], Done]) -> I
         for item in prepared:
             if running is not None:
                 yield running[0], running[1].result()
-            running = item, _submit(pool, work, item)
+            running = item, submit(pool, work, item)
         if running is not None:
             yield running[0], running[1].result()
 
 
-def _submit(pool: ThreadPoolExecutor, work: Callable[[Prepared], Done], item: Prepared) -> Future[Done]:
+def submit(pool: ThreadPoolExecutor, work: Callable[..., Done], *arguments: Any) -> Future[Done]:
+    """That of the pool, which works at the end of the interpreter, too."""
     try:
-        return pool.submit(work, item)
+        return pool.submit(work, *arguments)
     except RuntimeError:  # at its end the interpreter starts no threads, and a last save must still work
         future: Future[Done] = Future()
-        future.set_result(work(item))
+        future.set_result(work(*arguments))
         return future

@@ -8,9 +8,11 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from importlib import import_module
 from types import ModuleType
 from typing import Any, ClassVar, Literal
+from weakref import ref
 
 import torch
 from torch.distributed.checkpoint.metadata import StorageMeta
@@ -81,10 +83,8 @@ class DefaultPlanner(SavePlanner):
     """A `SavePlanner` with the arguments of torch's `DefaultSavePlanner`, also by position.
 
     Hosts make a planner for each save. Those with the same options therefore keep their plans together: one set of
-    plans for each save that runs at the same time. After a save that has failed plans are made anew.
+    plans for each save that runs at the same time.
     """
-
-    _keeper: SavePlanner | None = None  # keeps the plans of the save that this planner is set up for
 
     def __init__(
         self,
@@ -101,25 +101,43 @@ class DefaultPlanner(SavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
+        kind = type(self), self.flatten_state_dict, self.flatten_sharded_tensors, self.placement
         with _lending:
-            if self._keeper is None:
-                self._keeper = self._idle_keepers().pop() if self._idle_keepers() else SavePlanner()
-        self.share_plans(self._keeper)
+            loan = next((loan for loan in _loans if loan.kind == kind and loan.is_free), None)
+            if loan is None:
+                loan = _Loan(kind)
+                _loans.append(loan)
+            loan.borrower, loan.thread = ref(self), threading.current_thread()
+        self.share_plans(loan.keeper)
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
     def forget_state(self) -> None:
         super().forget_state()
         with _lending:
-            if self._keeper is not None:
-                self._idle_keepers().append(self._keeper)
-            self._keeper = None
-
-    def _idle_keepers(self) -> list[SavePlanner]:
-        kind = type(self), self.flatten_state_dict, self.flatten_sharded_tensors, self.placement
-        return _idle.setdefault(kind, [])
+            for loan in _loans:
+                if loan.borrower is not None and loan.borrower() is self:
+                    loan.borrower = loan.thread = None
 
 
-_idle: dict[tuple[Any, ...], list[SavePlanner]] = {}  # {kind of planner: what keeps plans, and no save uses}
+@dataclass
+class _Loan:
+    """Plans that are lent to one planner at a time."""
+
+    kind: tuple[Any, ...]
+    keeper: SavePlanner = field(default_factory=SavePlanner)
+    borrower: ref[DefaultPlanner] | None = None
+    thread: threading.Thread | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no save uses the plans. A thread that begins another save has ended the one before, if in an error;
+        all ranks then find the same plans again."""
+        if self.borrower is None or self.borrower() is None or self.thread is None:
+            return True
+        return self.thread is threading.current_thread() or not self.thread.is_alive()
+
+
+_loans: list[_Loan] = []  # of the planners of this process
 _lending = threading.Lock()
 
 

@@ -217,7 +217,8 @@ class SharedFolder(Folders):
         paths = {step: path_of(self.root, step) for step in (complete_steps(self.root) if is_doubt else ())}
         doubted = {step for step, path in paths.items() if path in self._damaged}
         spared = {step for step, path in paths.items() if path in self._spared}
-        known = self.branches.known_steps()
+        # With a durable place, a step that is known may be complete there and an orphan here.
+        known = self.branches.known_steps() if self.durable is None else frozenset()
         found = clean_up(self.root, self._retention, running.step, doubted, spared, known)
         sound = {paths[step] for step in found}
         self._damaged -= sound

@@ -74,7 +74,8 @@ def remove_orphans(
             found = _names(path)
             is_orphan = found is not None and all(map(_is_ours, found))
             is_unused = unused or (unused is None and old)
-            if is_orphan and is_unused and _versions(path) == versions and (dry_run or _set_aside(root, step)):
+            is_same = versions is not None and _versions(path) == versions
+            if is_orphan and is_unused and is_same and (dry_run or _set_aside(root, step)):
                 gone.append(step)
     return gone if dry_run else _erased(root, gone, "removed what unfinished saves of steps %s left in %s")
 
@@ -113,10 +114,14 @@ def _names(path: str) -> list[str] | None:
         return None
 
 
-def _versions(path: str) -> dict[str, tuple[int, ...]]:
-    """The versions of a directory's files, in storages without locks: a change shows that a save has begun there."""
+def _versions(path: str) -> dict[str, tuple[int, ...]] | None:
+    """The versions of a directory's files, in storages without locks: a change shows that a save has begun there. None
+    if they change now."""
     storage = storage_at(path)
-    return {name: storage.stat(name).identity for name in (() if storage.has_locks else _names(path) or ())}
+    try:
+        return {name: storage.stat(name).identity for name in (() if storage.has_locks else _names(path) or ())}
+    except FileNotFoundError:
+        return None
 
 
 def _age(path: str) -> float:

@@ -9,7 +9,7 @@ import time
 
 from .._checkpoint.native.file_names import METADATA_NAME, NODE_MARKER
 from .._checkpoint.native.metadata_file import metadata_fingerprint
-from .._checkpoint.native.step_order import SavedOrder, path_of
+from .._checkpoint.native.step_order import SavedOrder, complete_steps, path_of
 from .._checkpoint.verify import verify
 from .._convert.copy import FolderCopy
 from .._convert.transfer import CopyReport
@@ -155,6 +155,6 @@ class Uploads(BackgroundWork[None]):
 
     def _clean_up(self, step: int) -> None:
         try:
-            clean_up(self.durable, self._retention, step, frozenset())
+            clean_up(self.durable, self._retention, step, frozenset(), known={*complete_steps(self.durable)})
         except (CheckpointError, OSError) as error:  # the upload itself has succeeded
             logger.warning("what step %d supersedes stays in %s until the next upload: %s", step, self.durable, error)

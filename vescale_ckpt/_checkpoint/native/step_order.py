@@ -21,8 +21,10 @@ import re
 import zlib
 from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from typing import Any, NamedTuple, TypeVar
 
+from ..._engine.overlap import submit
 from ..._storage.open_storage import read_twice, storage_at
 from ...errors import CorruptCheckpointError
 from .metadata_file import has_metadata, metadata_fingerprint
@@ -37,9 +39,16 @@ _AT_ONCE = 16  # questions about steps, each of which is a request or two to an 
 _Answer = TypeVar("_Answer")
 
 
-def _ask_each(steps: Sequence[int], ask: Callable[[int], _Answer]) -> dict[int, _Answer]:
+def _ask_each(root: str, steps: Sequence[int], ask: Callable[[int], _Answer]) -> dict[int, _Answer]:
+    if not storage_at(root).by_requests:
+        return {step: ask(step) for step in steps}
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="vescale_ckpt") as pool:
-        return dict(zip(steps, pool.map(ask, steps), strict=True))
+        try:  # within the caller's limits of waiting, which are of its context
+            asked = {step: submit(pool, copy_context().run, ask, step) for step in steps}
+            return {step: answer.result() for step, answer in asked.items()}
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def path_of(root: str, step: int) -> str:
@@ -61,7 +70,7 @@ def complete_steps(root: str, known: Container[int] = ()) -> list[int]:
     checkpoint before."""
     steps = all_steps(root)
     found = _ask_each(
-        [step for step in steps if step not in known], lambda step: has_metadata(path_of(root, step), None)
+        root, [step for step in steps if step not in known], lambda step: has_metadata(path_of(root, step), None)
     )
     return [step for step in steps if found.get(step, True)]
 
@@ -95,7 +104,7 @@ class SavedOrder:
         self.branches = dict(elsewhere or {})
         known = known or {}
         steps = complete_steps(root, known)
-        found = _ask_each([step for step in steps if step not in known], lambda step: read(path_of(root, step)))
+        found = _ask_each(root, [step for step in steps if step not in known], lambda step: read(path_of(root, step)))
         self.branches.update({step: found[step] if step in found else known[step] for step in steps})
 
     @classmethod
