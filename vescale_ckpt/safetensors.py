@@ -13,6 +13,7 @@ import os
 from array import array
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from operator import attrgetter
 from operator import index as as_index
 from types import EllipsisType, TracebackType
 from typing import Any, Literal, NamedTuple
@@ -31,9 +32,9 @@ from ._engine.overlap import groups_of, overlap
 from ._engine.rows import int_table, words
 from ._engine.tensor_checks import as_host_tensor
 from ._engine.torch_copies import device_notes, to_device
-from ._state.shared_memory import shared_memory_error, sharing_memory
-from ._state.tensor_table import ON_HOST, TensorReads, device_number, read_tensors
-from ._state.watch import changed_meanwhile, watch_values
+from ._state.shared_memory import share_no_memory, shared_memory_error, sharing_memory
+from ._state.tensor_table import ON_HOST, PLAIN_TYPES, TensorReads, device_number, read_tensors
+from ._state.watch import Watch, changed_meanwhile, watch_values
 from ._storage.open_storage import checkpoint_path
 from ._storage.pending import PendingFile
 from .errors import CheckpointError, MissingKeysError, some
@@ -42,6 +43,7 @@ __all__ = ["load_file", "safe_open", "save_file"]
 
 Device = str | int | torch.device
 
+_DTYPE_OF = attrgetter("dtype")
 _LARGE = 4 << 20  # bytes of a tensor for which huge pages count
 #: The index of a tensor in a file, its shape, and offsets and sizes of a box of it.
 _Box = tuple[int, Sequence[int], Sequence[int], Sequence[int]]
@@ -73,13 +75,17 @@ def save_file(
 
 
 def _save(path: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None) -> None:
-    _check_tensors(tensors)
-    watch = watch_values(tensors.items())
+    reads = _read_as_they_are(tensors)
+    if reads is None:
+        _check_tensors(tensors)
+        watch = watch_values(tensors.items())
+    else:
+        watch = Watch(list(tensors), list(tensors.values()), reads)
     texts = checked_metadata({"format": "pt"} if metadata is None else metadata)
     if any(value in tensors for _, value in texts):
         texts = with_ties(texts, {})
     names, values = list(tensors), list(tensors.values())
-    reads = read_tensors(values)
+    reads = reads or read_tensors(values)
     try:
         layout = _C.SafetensorsLayout(names, reads.table, texts)
     except _C.EngineError as error:
@@ -91,6 +97,24 @@ def _save(path: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str] 
         _write_parts(writer, layout, _Parts(names, values, reads))
         watch.check_unchanged()
         file.commit()
+
+
+def _read_as_they_are(tensors: dict[str, torch.Tensor]) -> TensorReads | None:
+    """Describes tensors that can be saved directly from their memory, as in most models, without Python code per
+    tensor. None: a tensor may have to be copied first, or refused by name."""
+    if not isinstance(tensors, dict) or not set(map(type, tensors.values())).issubset(PLAIN_TYPES):
+        return None
+    try:
+        "".join(tensors).encode()
+    except (TypeError, UnicodeEncodeError):
+        return None
+    values = list(tensors.values())
+    if not set(map(_DTYPE_OF, values)).issubset(SAFETENSORS_DTYPES.values()):
+        return None
+    reads = read_tensors(values)
+    if reads.ready.count(ON_HOST) != len(values) or _C.not_contiguous(reads.table):
+        return None
+    return reads if share_no_memory(list(tensors), reads) else None
 
 
 def _check_tensors(tensors: object) -> None:

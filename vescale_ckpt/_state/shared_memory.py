@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from .._engine import _C
 from .._engine.rows import OBJECT
 from .._engine.tensor_checks import is_plain_tensor, reach
 from ..errors import some
 
 if TYPE_CHECKING:
     from .state import State
+    from .tensor_table import TensorReads
 
 _Name = TypeVar("_Name", str, tuple[str, int])
 
@@ -44,6 +46,14 @@ def shared_names(state: State) -> dict[str, str]:
     if refused:
         raise shared_memory_error(refused)
     return shared
+
+
+def share_no_memory(names: list[str], reads: TensorReads) -> bool:
+    """Whether no two of these tensors overlap, which must be ready. False for a dtype that cannot be stored, too."""
+    described = _C.inventory_of_tensors(names, reads.table, reads.requires_grad, [], 0)
+    if described is None:
+        return False
+    return not _C.State(*described, reads.table, reads.ready).items_that_share_memory()
 
 
 def empty_duplicates(state: State) -> set[str]:

@@ -10,6 +10,7 @@ import torch
 from .._engine import torch_private
 from .._engine.torch_types import is_dtensor, is_sharded_tensor
 from ..errors import CheckpointError
+from .tensor_table import TensorReads
 
 if TYPE_CHECKING:
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -23,10 +24,16 @@ class Watch:
     alive, so that the old memory of a tensor can still be read after it was given other memory (`.data =`).
     """
 
-    def __init__(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, names: Sequence[str], tensors: Sequence[torch.Tensor], reads: TensorReads | None = None) -> None:
+        """`reads`: the traits that were read of the tensors before anything else. All tensors have plain memory."""
         self._names, self._tensors = names, tensors
-        self._storages = storages_of(tensors)
-        self._versions, self._places = torch_private.versions(tensors), self._places_now()
+        if reads is None:
+            self._storages = storages_of(tensors)
+            self._versions, self._places = torch_private.versions(tensors), self._places_now()
+        else:
+            self._storages = reads.storages
+            addresses = list(map(torch.UntypedStorage.data_ptr, reads.storages))
+            self._versions, self._places = reads.versions.tolist(), (addresses, reads.storage_bytes.tolist())
 
     def changed(self) -> str | None:
         """Returns the name of a tensor that changed, or whose memory changed. None if none did."""
