@@ -47,7 +47,7 @@ def overlap(prepared: Iterator[Prepared], work: Callable[[Prepared], Done]) -> I
 
 
 def submit(pool: ThreadPoolExecutor, work: Callable[..., Done], *arguments: Any) -> Future[Done]:
-    """That of the pool, which works at the end of the interpreter, too."""
+    """Submits work to the pool. At the end of the interpreter, when no thread can start, the caller does it."""
     try:
         return pool.submit(work, *arguments)
     except RuntimeError:  # at its end the interpreter starts no threads, and a last save must still work

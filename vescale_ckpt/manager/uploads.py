@@ -43,6 +43,7 @@ class Uploads(BackgroundWork[None]):
         self._tier = tier
         self._stopped = threading.Event()
         self._step: int | None = None  # the step that is being copied; `_changed` guards it
+        self._sent: dict[int, str] = {}  # {step: fingerprint of the metadata in the durable place}
         super().__init__("vescale_ckpt tiers")
 
     def begin(self) -> None:
@@ -121,6 +122,7 @@ class Uploads(BackgroundWork[None]):
         order = SavedOrder(self.local)
         if order.last is None:
             return None
+        there = set(complete_steps(self.durable))
         surplus = to_remove(self.local, self._retention, order.last)
         for step in order.newest_first():
             if not self._tier.becomes_durable(step):
@@ -128,13 +130,16 @@ class Uploads(BackgroundWork[None]):
             path = path_of(self.local, step)
             if storage_at(path).has(NODE_MARKER) and not verify(path, quick=True).ok:
                 continue  # an earlier job of several nodes has left a part of it
-            if step not in tried and step not in surplus and not self._is_sent(step):
+            if step not in tried and step not in surplus and not (step in there and self._is_sent(step)):
                 return step
         return None
 
     def _is_sent(self, step: int) -> bool:
         """Whether the durable place has the same checkpoint, not an older save of the same step."""
-        return metadata_fingerprint(path_of(self.local, step)) == metadata_fingerprint(path_of(self.durable, step))
+        fingerprint = metadata_fingerprint(path_of(self.local, step))
+        if self._sent.get(step) != fingerprint:
+            self._sent[step] = metadata_fingerprint(path_of(self.durable, step))
+        return self._sent[step] == fingerprint
 
     def _upload(self, step: int) -> None:
         source, url = path_of(self.local, step), path_of(self.durable, step)
@@ -155,6 +160,8 @@ class Uploads(BackgroundWork[None]):
 
     def _clean_up(self, step: int) -> None:
         try:
-            clean_up(self.durable, self._retention, step, frozenset(), known={*complete_steps(self.durable)})
+            # Where retention keeps all, it does not ask which steps are complete.
+            known = frozenset(complete_steps(self.durable) if self._retention.keeps_all else ())
+            clean_up(self.durable, self._retention, step, known=known)
         except (CheckpointError, OSError) as error:  # the upload itself has succeeded
             logger.warning("what step %d supersedes stays in %s until the next upload: %s", step, self.durable, error)

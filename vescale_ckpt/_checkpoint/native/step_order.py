@@ -40,6 +40,7 @@ _Answer = TypeVar("_Answer")
 
 
 def _ask_each(root: str, steps: Sequence[int], ask: Callable[[int], _Answer]) -> dict[int, _Answer]:
+    """Returns {step: answer}. Where each question is a request, several are asked at once."""
     if not storage_at(root).by_requests:
         return {step: ask(step) for step in steps}
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="vescale_ckpt") as pool:
